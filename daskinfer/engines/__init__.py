@@ -1,0 +1,73 @@
+"""Engines are found by name: an entry point of the group ``daskinfer.engines``, or ``pkg.mod:Class``.
+
+Our own are registered in the same way as anybody's; nothing imports them.
+
+Runs on: worker; the names are checked on the client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from daskinfer.config import ModelSpec
+from daskinfer.engines.base import Engine
+from daskinfer.errors import ConfigError
+
+__all__ = ["engine_class", "engine_names", "resolve"]
+
+GROUP = "daskinfer.engines"
+
+
+def engine_names() -> tuple[str, ...]:
+    """Return the registered names."""
+    return tuple(sorted({e.name for e in entry_points(group=GROUP)}))
+
+
+def resolve(spec: ModelSpec) -> str:
+    """Return the name of the engine that will serve this specification, "auto" resolved."""
+    return "transformers" if spec.engine == "auto" else spec.engine
+
+
+def engine_class(spec: ModelSpec) -> type[Engine]:
+    """Import and return the engine class of a specification.
+
+    Raises
+    ------
+    ConfigError
+        No such engine, or it cannot be imported, or it lacks a method of the protocol.
+    """
+    if spec.engine_code is not None:
+        import cloudpickle
+
+        return _checked(cloudpickle.loads(spec.engine_code), spec.engine)
+    name = resolve(spec)
+    if ":" in name:
+        return _checked(_import(name), name)
+    for entry in entry_points(group=GROUP):
+        if entry.name == name:
+            return _checked(entry.load(), name)
+    raise ConfigError(
+        f"engine={name!r}: there are {', '.join(engine_names())}; an engine of your own is named 'pkg.mod:Class'"
+    )
+
+
+def _import(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"engine={path!r} cannot be imported here: {error}") from error
+
+
+def _checked(found: Any, name: str) -> type[Engine]:
+    missing = [
+        m
+        for m in ("load", "add", "step", "abort", "stats", "close", "output_type")
+        if not callable(getattr(found, m, None))
+    ]
+    if not isinstance(found, type) or missing:
+        detail = f"lacks {', '.join(missing)}" if missing else "is not a class"
+        raise ConfigError(f"engine={name!r} {detail}; the short way is to subclass daskinfer.BatchEngine")
+    return found
