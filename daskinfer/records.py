@@ -131,8 +131,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     truncate: str | None = None
@@ -311,7 +311,7 @@ def _spread(column: Any, n: int) -> Any:
     return column * n if isinstance(column, tuple) else column
 
 
-def _batch(key: str, columns: tuple[Any, ...], attempt: int, priority: int, probe: bool) -> Batch:  # noqa: FBT001
+def _batch(key: str, columns: tuple[Any, ...], attempt: int, priority: int, probe: bool) -> Batch:
     ids, inputs, *rest = columns
     spread = [_spread(column, len(ids)) for column in rest]
     return Batch(key, tuple(map(Request, ids, inputs, *spread)), attempt, priority, probe)

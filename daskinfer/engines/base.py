@@ -170,7 +170,7 @@ class BatchEngine(ABC):
         """Free the model."""
 
     @classmethod
-    def output_type(cls, spec: ModelSpec) -> str:  # noqa: ARG003 - part of the protocol
+    def output_type(cls, spec: ModelSpec) -> str:
         """Return "string"; override for dicts and arrays."""
         return "string"
 
@@ -261,7 +261,7 @@ class BatchEngine(ABC):
         """Call ``infer``; return its error without its traceback, which would keep the tensors alive, or its outputs."""
         try:
             outputs = self.infer(requests)
-        except Exception as error:  # noqa: BLE001 - the author's code
+        except Exception as error:
             known = translate(error)
             if isinstance(known, EngineDiedError):
                 raise known from error
