@@ -233,6 +233,8 @@ class Request:
         Give text to the model as it is, even when the model has a chat template.
     system : str or None
         System message put before a text that becomes a user message.
+    origin : int or None
+        The row's own id where a host has renumbered the request, since two jobs may use the same ids at once.
     """
 
     id: int
@@ -240,9 +242,15 @@ class Request:
     params: SamplingParams = SamplingParams()
     raw: bool = False
     system: str | None = None
+    origin: int | None = None
 
     def __repr__(self) -> str:
         return f"<Request {self.id}>"
+
+    @property
+    def row(self) -> int:
+        """The row's own id: what its random generator is seeded from, together with ``params.seed``."""
+        return self.id if self.origin is None else self.origin
 
     @property
     def size(self) -> int:
