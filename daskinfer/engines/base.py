@@ -34,6 +34,9 @@ __all__ = ["BatchEngine", "Engine", "failed_with", "translate"]
 class Engine(Protocol):
     """What the host calls. The constructor takes the :class:`~daskinfer.config.ModelSpec` and does no heavy work."""
 
+    def __init__(self, spec: ModelSpec) -> None:
+        """Keep the specification."""
+
     def load(self) -> None:
         """Load and warm the model. Any exception is reported as the reason why this worker is not ready."""
 
@@ -69,6 +72,8 @@ def translate(error: BaseException) -> EngineError | None:
     if isinstance(error, EngineError):
         return error
     if isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError"):
+        return OutOfMemoryError(safe_str(error))
+    if type(error) is RuntimeError and "DefaultCPUAllocator" in safe_str(error):  # torch has no type for it on CPUs
         return OutOfMemoryError(safe_str(error))
     if _is_named(error, "AcceleratorError") or (type(error) is RuntimeError and "CUDA error" in safe_str(error)):
         return EngineDiedError(f"the device context is unusable: {safe_str(error)}")
@@ -132,6 +137,7 @@ class BatchEngine(ABC):
                 "full_row_steps",
                 "prompt_tokens",
                 "completion_tokens",
+                "padded_tokens",
                 "out_of_memory",
             ),
             0,
@@ -152,14 +158,18 @@ class BatchEngine(ABC):
 
     # ---------------------------------------------------------------- what the author may override
 
-    def length(self, request: Request) -> int:
-        """Return the row's length in the unit of ``max_batch_size``. Called once per row, when it is added.
+    def prepare(self, request: Request) -> Request:
+        """Return the row in the form ``infer`` wants (tokenised, say), with the same id. Called once, when it is added.
 
         Raises
         ------
         RowError
             The row cannot be served (too long, empty): it comes back Failed and ``infer`` never sees it.
         """
+        return request
+
+    def length(self, request: Request) -> int:
+        """Return a prepared row's length in the unit of ``max_batch_size``. Called once per row; may raise as well."""
         return request.size
 
     def release_memory(self) -> None:
@@ -180,7 +190,8 @@ class BatchEngine(ABC):
         """Take rows over."""
         for request in requests:
             try:
-                self._waiting[request.id] = (self.length(request), request)
+                prepared = self.prepare(request)
+                self._waiting[request.id] = (self.length(prepared), prepared)
             except Exception as error:  # noqa: BLE001 - the author's code; the row fails, the engine lives
                 self._refused.append(failed_with(request.id, error))
 
@@ -188,6 +199,9 @@ class BatchEngine(ABC):
         """Forget rows that have not run yet."""
         for row in ids:
             self._waiting.pop(row, None)
+        if self._refused:
+            forgotten = set(ids)
+            self._refused = [result for result in self._refused if result.id not in forgotten]
 
     def step(self) -> list[Result]:
         """Run one batch."""
@@ -261,6 +275,7 @@ class BatchEngine(ABC):
         """Call ``infer``; return its error without its traceback, which would keep the tensors alive, or its outputs."""
         try:
             outputs = self.infer(requests)
+            returned = len(outputs)
         except Exception as error:
             known = translate(error)
             if isinstance(known, EngineDiedError):
@@ -268,8 +283,8 @@ class BatchEngine(ABC):
             plain: BaseException = known or RowError(describe(error), FailureKind.ERROR)
             plain.__traceback__ = plain.__cause__ = plain.__context__ = None
             return plain, ()
-        if len(outputs) != len(requests):
-            message = f"infer returned {len(outputs)} outputs for {len(requests)} requests; it must return one for each"
+        if returned != len(requests):
+            message = f"infer returned {returned} outputs for {len(requests)} requests; it must return one for each"
             return RowError(message, FailureKind.ERROR), ()
         return None, outputs
 

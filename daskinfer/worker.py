@@ -1,0 +1,173 @@
+"""The worker's side: a plugin that carries a ``ModelSpec`` to every worker, and the task that runs a batch there.
+
+``setup`` returns at once: a load that blocked it would stop the heartbeats, and its failure would be swallowed on a worker
+that joins late. The load runs beside the worker's event loop; on success the worker is granted its slot resource and
+the scheduler is asked to look again at tasks that could not run. Until then no batch can be placed on it.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import psutil
+from distributed import Worker, get_worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from daskinfer.config import HealthPolicy, ModelSpec
+from daskinfer.errors import RemoteError
+from daskinfer.host import Host, HostSettings
+from daskinfer.records import Batch, Fault, FaultKind, Report
+
+__all__ = ["ModelWorker", "run_batch"]
+
+logger = logging.getLogger("daskinfer.worker")
+
+METRIC = "daskinfer"
+NOT_READY_PAUSE_S = 1.0
+
+
+async def run_batch(batch: Batch, plugin: str) -> Report:
+    """Run a batch on the worker that this task was placed on.
+
+    Never raises for anything the engine does, and never retries: retries belong to the window.
+
+    Parameters
+    ----------
+    batch : Batch
+    plugin : str
+        Name of the :class:`ModelWorker` plugin.
+    """
+    worker = get_worker()
+    model = worker.plugins.get(plugin)
+    if not isinstance(model, ModelWorker) or model.host is None:
+        fault = Fault(FaultKind.ENGINE_NOT_READY, f"{worker.address} does not have this model")
+        report = Report(batch.key, (), fault, worker=worker.address)
+    else:
+        report = await model.host.run(batch)
+    if report.fault is not None and report.fault.kind is FaultKind.ENGINE_NOT_READY:
+        # An instant answer would draw every batch of the job to the one worker that cannot run it.
+        await asyncio.sleep(NOT_READY_PAUSE_S)
+    return report
+
+
+class ModelWorker(WorkerPlugin):
+    """Loads a model on each worker and keeps its engine running.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+    health : HealthPolicy
+    slots : int
+        Batches the worker takes at once.
+    requires : dict of str to float
+        Dask resources a worker must have for the model to be loaded there; others are left alone.
+    """
+
+    idempotent = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        health: HealthPolicy | None = None,
+        slots: int = 8,
+        requires: dict[str, float] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.health = health or HealthPolicy()
+        self.slots = slots
+        self.requires = requires or {}
+        self.name = spec.resource
+        self.host: Host | None = None
+        self._worker: Worker | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._threads: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self.spec, "health": self.health, "slots": self.slots, "requires": self.requires}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    # ---------------------------------------------------------------- what Dask calls
+
+    def setup(self, worker: Worker) -> None:
+        """Begin to load; returns at once and never raises for a load error."""
+        self._worker = worker
+        offered = worker.state.total_resources
+        if any(offered.get(name, 0) < amount for name, amount in self.requires.items()):
+            return
+        threads = self.spec.threads or compute_threads(worker.state.nthreads, self.slots)
+        settings = HostSettings(self.health, threads, {}, worker.address)
+        self.host = Host(self.spec, settings, self._state_changed)
+        worker.metrics = {**worker.metrics, METRIC: heartbeat_figures}
+        self._task = asyncio.create_task(self._load(worker, self.host))
+
+    async def teardown(self, worker: Worker) -> None:
+        """Free the model; batches still here go back to be run elsewhere."""
+        if self._task is not None:
+            self._task.cancel()
+        if self.host is not None:
+            await self.host.close()
+        if self._threads is not None:
+            worker.state.nthreads = self._threads
+            self._threads = None
+        if self.name in worker.state.total_resources and worker.status.name == "running":
+            await worker.set_resources(**{self.name: 0})
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:  # noqa: ARG002 - Dask's signature
+        """Abort a batch that the driver has let go of; Dask itself does not cancel a running coroutine."""
+        if start == "executing" and finish in ("cancelled", "released", "forgotten") and self.host is not None:
+            self.host.abort(str(key))
+
+    # ---------------------------------------------------------------- how
+
+    async def _load(self, worker: Worker, host: Host) -> None:
+        try:
+            await host.start()
+        except RemoteError as error:
+            logger.warning("%s cannot serve %s: %s", worker.address, self.spec.model, error)
+            return
+        if worker.state.nthreads < self.slots + 1:  # it also caps how many coroutines run at once
+            self._threads = worker.state.nthreads
+            worker.state.nthreads += self.slots
+        await worker.set_resources(**{self.name: self.slots})
+        await worker.scheduler.daskinfer_ready(worker=worker.address, key=self.spec.key)
+
+    def _state_changed(self, state: str) -> None:
+        worker = self._worker
+        if state == "failed" and self._granted and worker is not None and worker.nanny is not None:
+            # An engine that cannot be restarted may have spoilt its process: begin again with a fresh one.
+            worker.loop.call_later(0.5, worker.close, nanny=False, reason="daskinfer-engine-failed")
+
+    @property
+    def _granted(self) -> bool:
+        return self._worker is not None and self.name in self._worker.state.total_resources
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the heartbeat says of this model on this worker."""
+        if self.host is None:
+            return {"state": "excluded", "error": f"lacks {self.requires}"}
+        figures = {**self.host.figures(), "slots": self.slots}
+        if figures["state"] == "ready" and not self._granted:
+            figures["state"] = "loading"  # loaded, but not yet known to the scheduler
+        pid = figures["pid"] or os.getpid()
+        try:
+            figures["ram_bytes"] = psutil.Process(pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            figures["ram_bytes"] = 0
+        return figures
+
+
+def heartbeat_figures(worker: Worker) -> dict[str, dict[str, Any]]:
+    """Return the figures of every model on this worker, by the key of its specification."""
+    return {p.spec.key: p.figures() for p in worker.plugins.values() if isinstance(p, ModelWorker)}
+
+
+def compute_threads(nthreads: int, slots: int) -> int:
+    """Return the engine's share of the cores: what the worker was given, less the threads that only await batches."""
+    return max(1, nthreads - slots if nthreads > slots else nthreads)
