@@ -24,7 +24,7 @@ logger = logging.getLogger("daskinfer.scheduler")
 
 METRIC = "daskinfer"
 NAME = "daskinfer"
-REDEPLOY_S = 5.0
+REDEPLOY_S = 15.0
 
 
 class Leases:
@@ -49,9 +49,8 @@ class Leases:
         """Drop the leases that ran out; return the models that nobody wants any more."""
         unwanted = []
         for key, held in list(self._until.items()):
-            for lease in [lease for lease, until in held.items() if until <= now]:
-                if self.release(key, lease):
-                    unwanted.append(key)
+            expired = [lease for lease, until in held.items() if until <= now]
+            unwanted.extend(key for lease in expired if self.release(key, lease))
         return unwanted
 
     def holders(self, key: str) -> tuple[str, ...]:
@@ -87,11 +86,11 @@ class DaskinferScheduler(SchedulerPlugin):
         if self._expiry is not None:
             self._expiry.cancel()
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:  # noqa: ARG002 - Dask's signature
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note when a worker came."""
         self._first_seen[worker] = monotonic()
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:  # noqa: ARG002
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Forget a worker."""
         self._first_seen.pop(worker, None)
         for ready in self._ready.values():

@@ -98,13 +98,13 @@ class ModelWorker(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Begin to load; returns at once and never raises for a load error."""
         self._worker = worker
+        worker.metrics = {**worker.metrics, METRIC: heartbeat_figures}
         offered = worker.state.total_resources
         if any(offered.get(name, 0) < amount for name, amount in self.requires.items()):
             return
         threads = self.spec.threads or compute_threads(worker.state.nthreads, self.slots)
         settings = HostSettings(self.health, threads, {}, worker.address)
         self.host = Host(self.spec, settings, self._state_changed)
-        worker.metrics = {**worker.metrics, METRIC: heartbeat_figures}
         self._task = asyncio.create_task(self._load(worker, self.host))
 
     async def teardown(self, worker: Worker) -> None:
@@ -119,7 +119,7 @@ class ModelWorker(WorkerPlugin):
         if self.name in worker.state.total_resources and worker.status.name == "running":
             await worker.set_resources(**{self.name: 0})
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:  # noqa: ARG002 - Dask's signature
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Abort a batch that the driver has let go of; Dask itself does not cancel a running coroutine."""
         if start == "executing" and finish in ("cancelled", "released", "forgotten") and self.host is not None:
             self.host.abort(str(key))

@@ -1,0 +1,276 @@
+"""Make a cluster or attach to one, and check beforehand that it can do the job.
+
+The cluster made by default is one worker per GPU, or one worker with all cores on a machine without: one copy of the
+weights, and two single-thread processes are no faster. Its workers ignore SIGINT, since a Ctrl-C reaches the whole process
+group and would kill them before a drain.
+
+Runs on: client.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask
+import psutil
+from distributed import Client, LocalCluster
+from distributed.deploy.cluster import Cluster
+
+from daskinfer import __version__
+from daskinfer.config import ModelSpec
+from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError
+
+__all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes"]
+
+logger = logging.getLogger("daskinfer.cluster")
+
+IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+PAUSE_SHARE = 0.8
+"""Share of its memory limit above which Dask pauses a worker."""
+
+
+@dataclass
+class Connection:
+    """A client, and what must be closed with it.
+
+    Attributes
+    ----------
+    client : Client
+    cluster : Cluster or None
+        The cluster object, where there is one.
+    owns_client, owns_cluster : bool
+        Whether closing them is our business.
+    expected : int
+        Workers the cluster was made with; 0 when it is not ours.
+    """
+
+    client: Client
+    cluster: Cluster | None
+    owns_client: bool
+    owns_cluster: bool
+    expected: int = 0
+
+    def close(self) -> None:
+        """Close what is ours."""
+        if self.owns_client:
+            self.client.close()
+        if self.owns_cluster and self.cluster is not None:
+            self.cluster.close()
+
+
+def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) -> Connection:
+    """Attach to a cluster, or make the default one.
+
+    Parameters
+    ----------
+    cluster : None, str, Client, or a Dask cluster object
+        None makes a LocalCluster; a str is a scheduler's address or the path of a scheduler file.
+    workers : int or None
+        Workers of the cluster to be made; with a cluster object: scale it to so many.
+    slots : int
+        Batches per worker, for which the workers of a new cluster need threads.
+
+    Raises
+    ------
+    ClusterError
+        The scheduler does not answer.
+    ConfigError
+        ``workers`` with something that cannot be scaled, or a cluster of an unknown kind.
+    """
+    if cluster is None:
+        made = local_cluster(workers, slots=slots)
+        return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
+    if isinstance(cluster, Client):
+        if cluster.asynchronous:
+            raise ConfigError("cluster is an asynchronous Client; make one with Client(…, asynchronous=False)")
+        connection = Connection(cluster, cluster.cluster, owns_client=False, owns_cluster=False)
+    elif isinstance(cluster, str | os.PathLike):
+        connection = Connection(_client(os.fspath(cluster)), None, owns_client=True, owns_cluster=False)
+    elif isinstance(cluster, Cluster):
+        connection = Connection(Client(cluster), cluster, owns_client=True, owns_cluster=False)
+    else:
+        kinds = "None, a scheduler address, a scheduler file, a dask.distributed Client or a Dask cluster object"
+        raise ConfigError(f"cluster={cluster!r}: must be {kinds}")
+    if workers is not None:
+        if connection.cluster is None:
+            raise ConfigError(
+                f"workers={workers}: a bare scheduler address cannot be scaled; pass the cluster object, or start the "
+                "workers yourself and leave workers out"
+            )
+        connection.cluster.scale(workers)
+        connection.expected = workers
+    return connection
+
+
+def _client(where: str) -> Client:
+    try:
+        if Path(where).is_file():
+            return Client(scheduler_file=where)
+        return Client(where)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise ClusterError(f"no Dask scheduler answers at {where!r}: {error}") from error
+
+
+class _Local(LocalCluster):
+    """A LocalCluster whose n-th worker gets the n-th GPU."""
+
+    gpus: tuple[str, ...] = ()
+
+    def new_worker_spec(self) -> dict[Any, Any]:
+        spec: dict[Any, Any] = super().new_worker_spec()  # type: ignore[no-untyped-call]
+        for name, worker in spec.items():
+            if self.gpus:
+                env = {"CUDA_VISIBLE_DEVICES": self.gpus[int(name) % len(self.gpus)]}
+                worker["options"] = {**worker["options"], "env": {**worker["options"].get("env", {}), **env}}
+        return spec
+
+
+def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_address: str = ":8787") -> LocalCluster:
+    """Start the default cluster on this machine.
+
+    Parameters
+    ----------
+    workers : int or None
+        None: one per GPU, or one on a machine without.
+    slots : int
+        Each worker has so many threads besides its share of the cores: a thread for each batch it awaits.
+    dashboard_address : str
+        Where the dashboard listens; another port is taken when it is occupied.
+    """
+    gpus = visible_gpus()
+    count = workers if workers is not None else max(1, len(gpus))
+    if count < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    cores = max(1, (psutil.cpu_count() or 1) // count)
+    config = {
+        "distributed.worker.memory.target": False,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+        "distributed.worker.memory.terminate": False,
+        "distributed.worker.preload": [IGNORE_SIGINT],
+        "distributed.worker.preload-argv": [[]],
+        "distributed.scheduler.allowed-failures": 0,
+    }
+    before = os.environ.copy()
+    with dask.config.set(config):
+        made = _Local(  # type: ignore[no-untyped-call]
+            n_workers=0, threads_per_worker=slots + cores, dashboard_address=dashboard_address
+        )
+        made.gpus = gpus
+        made.scale(count)  # type: ignore[no-untyped-call]
+        # scale() alone would start the workers after this block, without its settings.
+        made.sync(made._correct_state)  # type: ignore[no-untyped-call] # noqa: SLF001
+    _restore(before)
+    return made
+
+
+def _restore(before: Mapping[str, str]) -> None:
+    """Undo what the nanny does to this process's environment: one thread for every numeric library."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return this process's GPUs as ``CUDA_VISIBLE_DEVICES`` entries, without touching CUDA."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return tuple(entry.strip() for entry in listed.split(",") if entry.strip() not in ("", "-1"))
+    nodes = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()]
+    return tuple(str(i) for i in range(len(nodes)))
+
+
+# ---------------------------------------------------------------- preflight
+
+
+def check_workers(connection: Connection, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """Ask every worker what it is, and refuse a cluster that cannot do the job.
+
+    Returns
+    -------
+    dict of str to dict
+        Worker address to ``version, python, nthreads, memory_limit, available, daemon``.
+
+    Raises
+    ------
+    VersionError
+        Workers lack daskinfer or have another version of it.
+    ResourceError
+        The model does not fit the workers' memory limits, with the figures and the setting to change.
+    """
+    found: dict[str, dict[str, Any]] = connection.client.run(_by_value(_describe), on_error="ignore")
+    versions = {a: f["version"] for a, f in found.items() if f["version"] != __version__}
+    if versions:
+        raise VersionError(__version__, versions)
+    needed = model_bytes(spec)
+    for address, facts in found.items():
+        _check_memory(address, facts, spec, needed)
+    return found
+
+
+def _check_memory(address: str, facts: Mapping[str, Any], spec: ModelSpec, needed: int) -> None:
+    limit, used = facts["memory_limit"], facts["used"]
+    if spec.isolation == "thread" and limit and used + needed > PAUSE_SHARE * limit:
+        raise ResourceError(
+            f"{address}: {spec.model} needs about {needed / 1e9:.2f} GB in the worker's own process, which uses "
+            f"{used / 1e9:.2f} GB of a memory limit of {limit / 1e9:.2f} GB and is paused at {PAUSE_SHARE:.0%} of it; raise "
+            "the workers' memory_limit, or use isolation='process', where weights do not count"
+        )
+    if needed > facts["available"]:
+        raise ResourceError(
+            f"{address}: {spec.model} needs about {needed / 1e9:.2f} GB, but its machine has "
+            f"{facts['available'] / 1e9:.2f} GB available; use fewer workers per machine, a smaller model or a smaller dtype"
+        )
+
+
+def model_bytes(spec: ModelSpec) -> int:
+    """Return about how much memory the model's weights take; 0 where that cannot be told from here.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        A local folder or file; a hub name says nothing.
+    """
+    path = Path(spec.model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    return sum(file.stat().st_size for file in files)
+
+
+def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on the workers
+    import multiprocessing
+    import platform
+
+    import psutil
+
+    try:
+        import daskinfer
+
+        version = daskinfer.__version__
+    except ImportError:
+        version = None
+    manager = dask_worker.memory_manager
+    return {
+        "version": version,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "nthreads": dask_worker.state.nthreads,
+        "memory_limit": int(manager.memory_limit or 0),
+        "used": psutil.Process().memory_info().rss,
+        "available": psutil.virtual_memory().available,
+        "daemon": multiprocessing.current_process().daemon,
+    }
+
+
+def _by_value(function: Any) -> types.FunctionType:
+    """Return a copy of a function that is pickled by value, so that it runs where daskinfer is not installed."""
+    copy = types.FunctionType(function.__code__, {"__builtins__": __builtins__}, function.__name__)
+    copy.__module__ = "__main__"
+    return copy

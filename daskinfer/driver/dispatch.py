@@ -1,0 +1,212 @@
+"""One model on one cluster: deploys it, watches its workers, and shares their slots among streams of rows.
+
+Everything here runs on the Dask client's event loop; nothing blocks it.
+
+Runs on: client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from distributed import Client
+
+from daskinfer.batching import Fleet
+from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
+from daskinfer.driver.stream import Stream
+from daskinfer.errors import ClusterError, DaskinferError, ModelLoadError, NoWorkersError
+from daskinfer.records import Event, Noted, WorkersSeen, WorkerView
+from daskinfer.scheduler_plugin import DaskinferScheduler
+from daskinfer.worker import ModelWorker
+
+__all__ = ["Dispatcher"]
+
+logger = logging.getLogger("daskinfer.driver")
+
+FAILED_GRACE_S = 3.0
+"""How long all known workers may have failed before the job does: others may just be joining."""
+
+
+class Dispatcher:
+    """Deploys a model and keeps streams supplied with slots.
+
+    Parameters
+    ----------
+    client : Client
+    spec : ModelSpec
+    batch, retry, health
+        Policies.
+    requires : dict of str to float
+        Resources of the workers to deploy to.
+    expected : int
+        Workers that are known to be coming; 0 when unknown.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        spec: ModelSpec,
+        batch: BatchPolicy,
+        retry: RetryPolicy,
+        health: HealthPolicy,
+        requires: dict[str, float],
+        expected: int = 0,
+    ) -> None:
+        self.client = client
+        self.spec = spec
+        self.batch = batch
+        self.retry = retry
+        self.health = health
+        self.expected = expected
+        self.views: tuple[WorkerView, ...] = ()
+        self._requires = requires
+        self._lease = uuid.uuid4().hex
+        self._streams: list[Stream] = []
+        self._fleet = Fleet()
+        self._error: DaskinferError | None = None
+        self._heard = self._served = time.monotonic()
+        self._poller: asyncio.Task[None] | None = None
+        self._noted: set[str] = set()
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Register the plugins; returns before the model is loaded."""
+        await self.client.register_plugin(DaskinferScheduler())
+        await self._poll()  # the lease must be there before the model
+        plugin = ModelWorker(self.spec, self.health, self.batch.slots, self._requires)
+        await self.client.register_plugin(plugin)
+        self._served = time.monotonic()
+        self._poller = asyncio.create_task(self._poll_for_ever())
+
+    async def stop(self) -> None:
+        """Give the lease back; the last one unloads the model."""
+        for stream in list(self._streams):
+            stream.close()
+        if self._poller is not None:
+            self._poller.cancel()
+        if self.client.status == "running":
+            try:
+                await asyncio.wait_for(self._release(), 10)
+            except (OSError, TimeoutError) as error:
+                logger.warning("could not give the lease back: %s", error)
+
+    async def _release(self) -> None:
+        scheduler: Any = self.client.scheduler
+        await scheduler.daskinfer_release(key=self.spec.key, lease=self._lease)
+
+    async def ready(self, timeout_s: float | None) -> tuple[WorkerView, ...]:
+        """Wait until a worker is ready and return the views; raises what a stream would raise."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._fleet.workers:
+            if self._error is not None:
+                raise self._error
+            if deadline is not None and time.monotonic() > deadline:
+                raise NoWorkersError(f"no worker was ready within {timeout_s:g} s: {self._states()}")
+            await asyncio.sleep(0.05)
+        return self.views
+
+    # ---------------------------------------------------------------- streams
+
+    def open(self, *, ordered: bool, seed: int) -> Stream:
+        """Begin a stream of rows."""
+        stream = Stream(self, ordered=ordered, seed=seed)
+        self._streams.append(stream)
+        self._share()
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """Take a stream off the list; its slots go to the others."""
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._share()
+
+    def fail(self, error: DaskinferError) -> None:
+        """End every stream with an error."""
+        self._error = error
+        for stream in list(self._streams):
+            stream.fail(error)
+
+    def _share(self) -> None:
+        """Divide the slots evenly; each stream has at least one while there are any."""
+        n = max(1, len(self._streams))
+        for i, stream in enumerate(self._streams):
+            slots = self._fleet.slots // n + (i < self._fleet.slots % n)
+            share = Fleet(self._fleet.workers, max(min(1, self._fleet.slots), slots), max(1, self._fleet.capacity // n))
+            stream.fleet_changed(share if self._fleet.slots else Fleet())
+
+    def _publish(self, event: Event) -> None:
+        for stream in self._streams:
+            stream.publish(event)
+
+    # ---------------------------------------------------------------- the workers
+
+    async def _poll_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.health.poll_s)
+            try:
+                await self._poll()
+            except Exception as error:  # noqa: BLE001 - comms raise many kinds; what matters is for how long
+                if self.client.status != "running" or time.monotonic() - self._heard > self.health.heartbeat_timeout_s:
+                    self.fail(ClusterError(f"the Dask scheduler was lost: {error or type(error).__name__}"))
+                    return
+            verdict = self._verdict(time.monotonic())
+            if verdict is not None:
+                self.fail(verdict)
+
+    async def _poll(self) -> None:
+        scheduler: Any = self.client.scheduler
+        rows: Sequence[dict[str, Any]] = await scheduler.daskinfer_status(
+            key=self.spec.key, lease=self._lease, grace_s=self.health.lease_grace_s
+        )
+        now = self._heard = time.monotonic()
+        gone = {v.address for v in self.views} - {row["address"] for row in rows}
+        lost = [WorkerView(address, "lost") for address in sorted(gone)]
+        self.views = tuple(_view(row) for row in rows)
+        for view in self.views:
+            if view.state == "failed" and view.address not in self._noted:
+                self._noted.add(view.address)
+                self._publish(Noted(now, f"{view.address} could not load the model: {view.error.splitlines()[0]}"))
+        self._publish(WorkersSeen(now, (*self.views, *lost)))
+        ready = [v for v in self.views if v.state == "ready" and v.slots > 0]
+        fleet = Fleet(len(ready), sum(v.slots for v in ready), sum(v.capacity for v in ready))
+        if ready:
+            self._served = now
+        if fleet != self._fleet:
+            self._fleet = fleet
+            self._share()
+
+    def _verdict(self, now: float) -> DaskinferError | None:
+        """Return why no worker will ever be ready, or None while one is or may be."""
+        if self._fleet.workers:
+            return None
+        idle_s = now - self._served
+        failed = {v.address: v.error for v in self.views if v.state == "failed"}
+        others = [v for v in self.views if v.state not in ("failed", "excluded")]
+        if failed and not others and (idle_s > FAILED_GRACE_S or 0 < self.expected <= len(failed)):
+            return ModelLoadError(self.spec.model, failed)
+        if any(v.state in ("loading", "restarting") for v in others):
+            return None
+        if idle_s > self.health.start_timeout_s:
+            return NoWorkersError(
+                f"no worker has been able to run {self.spec.model} for {idle_s:.0f} s (start_timeout_s="
+                f"{self.health.start_timeout_s:g}): {self._states()}"
+            )
+        return None
+
+    def _states(self) -> str:
+        if not self.views:
+            return "the cluster has no workers; start some, or scale it"
+        return ", ".join(f"{v.address} is {v.state}" for v in self.views[:5])
+
+
+def _view(row: dict[str, Any]) -> WorkerView:
+    state = row["state"]
+    if state == "ready" and row["status"] != "running":
+        state = row["status"]  # paused or closing: Dask places nothing there
+    return WorkerView(row["address"], state, row["capacity"], row["slots"], row["error"], row["metrics"])

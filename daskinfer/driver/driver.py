@@ -1,0 +1,378 @@
+"""The public face: a context manager over a Dask client.
+
+Runs on: client.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import dask
+
+from daskinfer.cluster import Connection, check_workers, connect
+from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
+from daskinfer.driver.dispatch import Dispatcher
+from daskinfer.driver.stream import Stream, Turn
+from daskinfer.engines import engine_class
+from daskinfer.errors import ConfigError, DaskinferError, RowError
+from daskinfer.inputs import as_input
+from daskinfer.records import Failed, Request, Result, SamplingParams, WorkerView
+
+__all__ = ["Driver"]
+
+FIRST_ROWS = 64
+PULL_S = 0.1
+"""A slow iterator of prompts is not waited for longer than this (seconds) once it has given one."""
+
+
+class Driver:
+    """Puts a model on every worker of a Dask cluster and sends rows through it.
+
+    Parameters
+    ----------
+    model : str or ModelSpec
+        A local folder, a GGUF file, a hub name; or the whole specification.
+    task : {"generate"}
+    engine : str or class
+        "auto", the name of a registered engine, ``pkg.mod:Class``, or an engine class of your own.
+    engine_options : dict
+        The engine's own options.
+    params : SamplingParams or dict
+        Defaults for every row.
+    cluster : None, str, Client, or a Dask cluster object
+        None: a LocalCluster with one worker per GPU, or one on a machine without, closed with the driver.
+    workers : int or None
+        Workers of that LocalCluster, or what to scale the given cluster to.
+    requires : dict of str to float
+        Dask resources a worker must have to get the model, such as ``{"GPU": 1}``.
+    batch, retry, health
+        Policies; None: the defaults, as overridden in Dask's configuration under ``daskinfer``.
+    isolation : {"auto", "process", "thread"}
+        Where engines run; "auto" is a child process of the worker.
+    name : str or None
+        A name for people.
+    **spec
+        Further fields of :class:`~daskinfer.config.ModelSpec`: ``dtype, device, revision, trust_remote_code, threads``.
+
+    Raises
+    ------
+    ConfigError
+        Settings that cannot work, before anything is started.
+
+    Examples
+    --------
+    >>> from daskinfer import Driver
+    >>> with Driver(model="echo", engine="echo") as driver:  # doctest: +SKIP
+    ...     [result.output for result in driver.generate(["a", "b"])]
+    ['<a>', '<b>']
+    """
+
+    def __init__(  # noqa: PLR0913 - the one place where everything can be said
+        self,
+        model: str | ModelSpec,
+        *,
+        task: str = "generate",
+        engine: str | type = "auto",
+        engine_options: Mapping[str, Any] | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        cluster: Any = None,
+        workers: int | None = None,
+        requires: Mapping[str, float] | None = None,
+        batch: BatchPolicy | None = None,
+        retry: RetryPolicy | None = None,
+        health: HealthPolicy | None = None,
+        isolation: str = "auto",
+        name: str | None = None,
+        **spec: Any,
+    ) -> None:
+        if isinstance(model, ModelSpec):
+            self.spec = model
+        else:
+            fields = {
+                "model": model,
+                "task": task,
+                "isolation": isolation,
+                "options": dict(engine_options or {}),
+                **spec,
+            }
+            self.spec = from_mapping(ModelSpec, {**fields, **_engine(engine)}, "Driver")
+        self.params = params if isinstance(params, SamplingParams) else SamplingParams().updated(**(params or {}))
+        self.batch = batch or from_mapping(BatchPolicy, _configured("batch"))
+        self.retry = retry or from_mapping(RetryPolicy, _configured("retry"))
+        self.health = health or from_mapping(HealthPolicy, _configured("health"))
+        self.requires = dict(requires or {})
+        self.name = name or self.spec.model
+        self._cluster, self._workers = cluster, workers
+        self._connection: Connection | None = None
+        self._dispatcher: Dispatcher | None = None
+        if self.spec.engine_code is None:
+            engine_class(self.spec)  # an engine that does not exist is said now
+
+    # ---------------------------------------------------------------- life
+
+    def start(self) -> Self:
+        """Connect, check the cluster, and begin to load the model; does nothing when it has been done.
+
+        Raises
+        ------
+        ClusterError
+            No scheduler, workers without daskinfer or with another version, too little memory.
+        """
+        if self._dispatcher is not None:
+            return self
+        self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
+        try:
+            check_workers(self._connection, self.spec)
+            dispatcher = Dispatcher(
+                self._connection.client,
+                self.spec,
+                self.batch,
+                self.retry,
+                self.health,
+                self.requires,
+                self._connection.expected,
+            )
+            self._sync(dispatcher.start)
+        except BaseException:
+            self._connection.close()
+            self._connection = None
+            raise
+        self._dispatcher = dispatcher
+        return self
+
+    def stop(self) -> None:
+        """Let go of the model and close what was opened here; does nothing when it has been done."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            self._sync(dispatcher.stop)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> tuple[WorkerView, ...]:
+        """Wait until a worker can run the model, and return what is known of each.
+
+        Raises
+        ------
+        ModelLoadError
+            No worker could load it.
+        NoWorkersError
+            None was ready in time.
+        """
+        self.start()
+        return self._sync(self._running.ready, timeout_s)  # type: ignore[no-any-return]
+
+    @property
+    def client(self) -> Any:
+        """The Dask client; None before ``start``."""
+        return self._connection.client if self._connection else None
+
+    @property
+    def dashboard_link(self) -> str:
+        """Where Dask's dashboard is; "" before ``start``."""
+        return str(self.client.dashboard_link) if self.client else ""
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Return what is known of each worker."""
+        return self._running.views if self._dispatcher else ()
+
+    @property
+    def _running(self) -> Dispatcher:
+        if self._dispatcher is None:
+            raise DaskinferError("the driver is not running: call start(), or use it in a with statement")
+        return self._dispatcher
+
+    def _sync(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._connection is not None
+        return self._connection.client.sync(function, *args, asynchronous=False, **kwargs)
+
+    # ---------------------------------------------------------------- rows in, results out
+
+    def generate(
+        self, prompts: Iterable[Any], *, raw: bool = False, system: str | None = None, **params: Any
+    ) -> list[Result]:
+        """Answer prompts and return their results in the same order.
+
+        Parameters
+        ----------
+        prompts : iterable
+            Texts, token ids, or chat messages.
+        raw : bool
+            Give text to the model as it is. Otherwise it becomes a user message where the model has a chat template.
+        system : str or None
+            System message for texts.
+        **params
+            Changes to the driver's sampling parameters, such as ``max_new_tokens=64``.
+
+        Returns
+        -------
+        list of Result
+            One per prompt: ``Completed`` or ``Failed``.
+        """
+        return list(self.stream(prompts, raw=raw, system=system, **params))
+
+    def stream(
+        self,
+        prompts: Iterable[Any],
+        *,
+        ordered: bool = True,
+        raw: bool = False,
+        system: str | None = None,
+        priority: int = 0,
+        **params: Any,
+    ) -> Iterator[Result]:
+        """Answer an iterator of prompts of any length, in bounded memory.
+
+        The iterator is advanced only as results are taken. Leaving the loop early aborts the rows in flight.
+
+        Parameters
+        ----------
+        prompts : iterable
+            As for :meth:`generate`. A result's ``id`` is its prompt's position.
+        ordered : bool
+            In the order of the prompts, else as they are finished.
+        priority : int
+            Higher is sooner.
+
+        Yields
+        ------
+        Result
+        """
+        if isinstance(prompts, str | bytes | Mapping):
+            raise ConfigError(f"prompts must be an iterable of prompts, not one {type(prompts).__name__}")
+        sampling = with_seed(self.params.updated(**params))
+        return self._stream(iter(prompts), sampling, ordered=ordered, raw=raw, system=system, priority=priority)
+
+    def _stream(
+        self,
+        prompts: Iterator[Any],
+        params: SamplingParams,
+        *,
+        ordered: bool,
+        raw: bool,
+        system: str | None,
+        priority: int,
+    ) -> Iterator[Result]:
+        stream = self.open_stream(ordered=ordered, seed=params.seed or 0)
+        refused: dict[int, Failed] = {}
+        given = taken = 0
+        wanted, exhausted = FIRST_ROWS, False
+        try:
+            while True:
+                offer: list[Request] = []
+                if wanted and not exhausted:
+                    chunk, exhausted = _pull(prompts, wanted)
+                    for row, prompt in enumerate(chunk, given):
+                        made = _request(row, prompt, params, raw=raw, system=system)
+                        if isinstance(made, Failed):
+                            refused[row] = made
+                        else:
+                            offer.append(made)
+                    given += len(chunk)
+                turn = self.turn(stream, offer, priority=priority, exhausted=exhausted)
+                for result in turn.results:
+                    while ordered and taken < result.id:
+                        yield refused.pop(taken)
+                        taken += 1
+                    yield result
+                    taken += 1
+                for row in sorted(refused):
+                    if not ordered or row == taken or turn.done:
+                        yield refused.pop(row)
+                        taken += 1
+                if turn.done:
+                    return
+                wanted = turn.wanted
+        finally:
+            self.close_stream(stream)
+
+    # ---------------------------------------------------------------- for run(), the accessors and the command line
+
+    def open_stream(self, *, ordered: bool, seed: int) -> Stream:
+        """Begin a stream, starting the driver when that has not been done."""
+        self.start()
+        dispatcher = self._running
+
+        async def opened() -> Stream:
+            return dispatcher.open(ordered=ordered, seed=seed)
+
+        return self._sync(opened)  # type: ignore[no-any-return]
+
+    def turn(self, stream: Stream, offer: list[Request], **kwargs: Any) -> Turn:
+        """Take a turn on a stream; see :meth:`Stream.turn`."""
+        return self._sync(stream.turn, offer, **kwargs)  # type: ignore[no-any-return]
+
+    def cancel_stream(self, stream: Stream, *, release: bool) -> None:
+        """Submit no more of a stream; with ``release`` also let go of what is in flight."""
+
+        async def cancelled() -> None:
+            stream.cancel(release=release)
+
+        self._sync(cancelled)
+
+    def close_stream(self, stream: Stream) -> None:
+        """Let go of a stream; does nothing when the driver has been stopped."""
+
+        async def closed() -> None:
+            stream.close()
+
+        if self._connection is not None:
+            self._sync(closed)
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Return parameters with a seed: the given one, or one drawn now."""
+    return params if params.seed is not None else params.updated(seed=secrets.randbits(63))
+
+
+def _pull(prompts: Iterator[Any], most: int) -> tuple[list[Any], bool]:
+    """Take up to so many items, fewer from a slow iterator; return them and whether they were the last."""
+    chunk: list[Any] = []
+    deadline = time.monotonic() + PULL_S
+    while len(chunk) < most and (not chunk or time.monotonic() < deadline):
+        try:
+            chunk.append(next(prompts))
+        except StopIteration:
+            return chunk, True
+    return chunk, False
+
+
+def _request(row: int, prompt: Any, params: SamplingParams, *, raw: bool, system: str | None) -> Request | Failed:
+    try:
+        return Request(row, as_input(prompt), params, raw, system)
+    except RowError as error:
+        return Failed(row, error.row_kind, error.message)
+
+
+def _configured(section: str) -> Mapping[str, Any]:
+    return dask.config.get(f"daskinfer.{section}", default=None) or {}
+
+
+def _engine(engine: str | type) -> dict[str, Any]:
+    """Return the specification's fields for an engine given by name or as a class."""
+    if isinstance(engine, str):
+        return {"engine": engine}
+    import hashlib
+
+    import cloudpickle
+
+    name = f"{engine.__module__}:{engine.__qualname__}"
+    if engine.__module__ not in ("__main__", "__mp_main__") and "<locals>" not in name:
+        return {"engine": name}
+    try:
+        source = inspect.getsource(engine)
+    except (OSError, TypeError):
+        source = json.dumps(sorted(vars(engine)))
+    digest = f"{name}@{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    return {"engine": name, "engine_code": cloudpickle.dumps(engine), "engine_digest": digest}
