@@ -30,9 +30,10 @@ __all__ = ["EchoEngine", "EchoOptions"]
 
 @dataclass(slots=True)
 class _Row:
-    """A row in a slot."""
+    """A row in a slot: the id it was given under here, and its own."""
 
     id: int
+    row: int
     text: str
     words: int
     length: int
@@ -101,7 +102,7 @@ class EchoEngine:
     def abort(self, ids: Sequence[int]) -> None:
         """Forget rows, waiting or running; their slots are free from the next step on."""
         gone = set(ids)
-        held = [r.id for rows in (self._waiting, self._paused, self._running) for r in rows if r.id in gone]
+        held = [r.row for rows in (self._waiting, self._paused, self._running) for r in rows if r.id in gone]
         if not held:
             return
         self._waiting = deque(r for r in self._waiting if r.id not in gone)
@@ -165,13 +166,13 @@ class EchoEngine:
         try:
             text = content if isinstance(content, str) else _text(content)
         except RowError as error:
-            self._fail(request.id, error)
+            self._fail(request, error)
             return None
-        action = self._faults.next_action(request.id, text) if self._faults is not None else None
+        action = self._faults.next_action(request.row, text) if self._faults is not None else None
         if action is not None:
-            fault = action.row_error(request.id)
+            fault = action.row_error(request.row)
             if fault is not None:
-                self._fail(request.id, fault)
+                self._fail(request, fault)
                 return None
         words = len(text.split())
         length = self._length(request)
@@ -181,14 +182,14 @@ class EchoEngine:
             length, reason = limit, FinishReason.LENGTH
         self._prompt_tokens += words
         if length:
-            return _Row(request.id, text, words, length, length, reason, action)
+            return _Row(request.id, request.row, text, words, length, length, reason, action)
         self._results.append(Completed(request.id, "", reason, _usage(words, 0)))
-        self._log.write("finish", (request.id,))
+        self._log.write("finish", (request.row,))
         return None
 
-    def _fail(self, row: int, error: BaseException) -> None:
-        self._results.append(failed_with(row, error))
-        self._log.write("fail", (row,))
+    def _fail(self, failed: Request | _Row, error: BaseException) -> None:
+        self._results.append(failed_with(failed.id, error))
+        self._log.write("fail", (failed.row,))
 
     # ---------------------------------------------------------------- a step
 
@@ -214,11 +215,11 @@ class EchoEngine:
     def _run(self) -> None:
         running = self._running
         if self._log.wants("step"):
-            self._log.write("step", [row.id for row in running])
+            self._log.write("step", [row.row for row in running])
         for row in running if self._faults is not None else ():
             fault, row.fault = row.fault, None
             if fault is not None:
-                fault.perform(row.id)
+                fault.perform(row.row)
         if self.options.oom_over is not None and not self._fits(self.options.oom_over):
             return
         if self.options.step_s:
@@ -244,7 +245,7 @@ class EchoEngine:
         for row in rows:
             append(make(row))
         if self._log.wants("finish"):
-            self._log.write("finish", [row.id for row in rows])
+            self._log.write("finish", [row.row for row in rows])
 
     def _answer(self, row: _Row) -> Completed:
         text = f"{self.options.prefix}{row.text}{self.options.suffix}"
@@ -266,7 +267,7 @@ class EchoEngine:
         self._out_of_memory += 1
         if len(running) == 1:
             self._running = []
-            self._fail(running[0].id, OutOfMemoryError(f"a row of {size} tokens is alone over oom_over={most}"))
+            self._fail(running[0], OutOfMemoryError(f"a row of {size} tokens is alone over oom_over={most}"))
             return False
         self._budget = size / 2
         half = len(running) // 2

@@ -123,9 +123,9 @@ class EchoOptions:
             return lambda request: request.params.max_new_tokens
         if isinstance(lengths, Mapping):
             seed, low, span = lengths["seed"], lengths["low"], lengths["high"] - lengths["low"] + 1
-            return lambda request: low + _drawn(seed, request.id) % span
+            return lambda request: low + _drawn(seed, request.row) % span
         if isinstance(lengths, Sequence):
-            return lambda request: lengths[request.id % len(lengths)]
+            return lambda request: lengths[request.row % len(lengths)]
         return lambda request: lengths
 
 

@@ -20,6 +20,7 @@ from daskinfer.testing import (
     EchoEngine,
     Request,
     SamplingParams,
+    attempts,
     conservation,
     echo_spec,
     read_log,
@@ -239,6 +240,17 @@ def test_every_row_comes_back_once(sizes: Any, lengths: Any, budgets: Any, capac
     if oom_over is None:
         assert stats.completion_tokens == sum(r.usage.completion_tokens for r in results if isinstance(r, Completed))
         assert all(isinstance(r, Completed) for r in results)
+
+
+def test_renumbered_rows_keep_their_own_ids_in_lengths_faults_and_log(echo_log: Path, fault_dir: Path) -> None:
+    engine = loaded(lengths=[1, 2, 3], log=echo_log, faults={"bad": ["value_error"]}, faults_dir=fault_dir)
+    prompts = {40: "a", 41: "bad", 42: "c"}
+    results = run_engine(engine, [Request(i, p, origin=row) for i, (row, p) in enumerate(prompts.items())])
+    assert {r.id: r.usage.completion_tokens for r in results if isinstance(r, Completed)} == {0: 2, 2: 1}
+    assert [(e.event, e.ids) for e in read_log(echo_log)] == [
+        ("load", ()), ("fail", (41,)), ("step", (40, 42)), ("finish", (42,)), ("step", (40,)), ("finish", (40,))
+    ]  # fmt: skip
+    assert attempts(fault_dir) == {41: 1}
 
 
 # ---------------------------------------------------------------- a device that is too small
