@@ -197,6 +197,11 @@ class Metrics:
             case _:
                 assert_never(event)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, by the latest event."""
+        return 0.0 if self._started is None else self._now - self._started
+
     def _apply_rows(self, event: RowsResolved | RowsRead | RowsRetried | RowsCommitted) -> None:
         match event:
             case RowsResolved():
@@ -231,7 +236,7 @@ class Metrics:
         """Return the run as of the latest event."""
         snapshot = Snapshot(
             state=self._state,
-            elapsed_s=0.0 if self._started is None else self._now - self._started,
+            elapsed_s=self.elapsed_s,
             startup_s=self._startup,
             total=self._total,
             skipped=self._rows["skipped"],
