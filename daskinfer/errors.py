@@ -434,7 +434,8 @@ class RemoteError(DaskinferError):
         """
         details = ""
         if with_traceback and error.__traceback__ is not None:
-            details = "".join(traceback.format_tb(error.__traceback__)[-8:])[-_TEXT_LIMIT // 2 :]
+            details = _text("".join(traceback.format_tb(error.__traceback__)[-8:]))
+            details = details.encode()[-_TEXT_LIMIT // 2 :].decode(errors="ignore")
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return cls(name, safe_str(error), details)
@@ -453,4 +454,10 @@ def safe_str(error: BaseException) -> str:
     except Exception as broken:  # noqa: BLE001 - any exception may come out of foreign code
         text = f"<its __str__ raised {type(broken).__name__}>"
     limit = 4_000
-    return text if len(text) <= limit else text[: limit - 20] + " … (shortened)"
+    data = _text(text[: limit + 1]).encode()
+    return data.decode() if len(data) <= limit else data[: limit - 20].decode(errors="ignore") + " … (shortened)"
+
+
+def _text(text: str) -> str:
+    """Return text that can be encoded: half surrogate pairs become their escapes."""
+    return text.encode(errors="backslashreplace").decode()
