@@ -66,23 +66,27 @@ class ProcessChannel:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._leash: int | None = None
         self.pid: int | None = None
 
     async def open(self, deliver: Deliver, ended: Ended) -> None:
         """Start the process."""
         ours, theirs = socket.socketpair()
+        leash, self._leash = os.pipe()
+        fds = (theirs.fileno(), leash)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "daskinfer.host.child", str(theirs.fileno()), str(os.getpid())),
+                *(sys.executable, "-m", "daskinfer.host.child", *map(str, (*fds, os.getpid()))),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
                 start_new_session=True,
                 env={**self._env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
         finally:
             theirs.close()
+            os.close(leash)
         self.pid = self._process.pid
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self.send(("start", sys.path, pickle.dumps(self._spec)))
@@ -109,6 +113,9 @@ class ProcessChannel:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._leash is not None:
+            os.close(self._leash)
+            self._leash = None
 
     async def _receive(
         self, reader: asyncio.StreamReader, log: asyncio.Task[None], deliver: Deliver, ended: Ended

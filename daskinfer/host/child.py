@@ -1,7 +1,9 @@
-"""The engine's own process: ``python -m daskinfer.host.child FD PARENT``.
+"""The engine's own process: ``python -m daskinfer.host.child FD LEASH PARENT``.
 
-It has its own session, speaks its protocol on its own file descriptor (stdout and stderr belong to the model's code), and
-ends when the other end of that descriptor is closed, whatever it is doing; on Linux also when its parent dies.
+It has its own session and speaks its protocol on its own file descriptor; stdout and stderr belong to the model's code. It
+ends when the other end of that descriptor is closed, whatever it is doing, and on Linux also when its parent dies. A guard,
+forked before anything is loaded, holds a leash: a pipe whose other end the parent has. When that end is closed the guard
+kills the whole process group, with what the engine itself has started, even if the engine is stuck in C code.
 
 Runs on: worker (as a child process of it).
 """
@@ -36,10 +38,11 @@ def unpack_length(header: bytes) -> int:
     return int(_LENGTH.unpack(header)[0])
 
 
-def main(fd: int, parent: int) -> int:
+def main(fd: int, leash: int, parent: int) -> int:
     """Serve one engine on an inherited socket."""
-    _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _fork_guard(fd, leash)
+    _die_with_parent(parent)
     channel = socket.socket(fileno=fd)
     stream = channel.makefile("rb", buffering=1 << 20)
     inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -71,6 +74,17 @@ def _receive(stream: Any, inbox: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         os._exit(0)
 
 
+def _fork_guard(fd: int, leash: int) -> None:
+    if os.fork() == 0:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for inherited in (0, 1, 2):
+            os.dup2(nothing, inherited)
+        os.close(fd)
+        os.read(leash, 1)
+        os.killpg(0, signal.SIGKILL)
+    os.close(leash)
+
+
 def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -80,4 +94,4 @@ def _die_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:4])))

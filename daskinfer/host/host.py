@@ -273,13 +273,16 @@ class Host:
             case ("results", packed, ended, stats):
                 self.stats = stats
                 self._fruitless = 0
-                for key, rows in packed:
-                    for held in self._known([key]):
-                        held.results += unpack_results(rows)
-                for held in self._known(ended):
-                    self._answer(held, None)
+                self._collect(packed, ended)
             case ("tick", stats):
                 self.stats = stats
+
+    def _collect(self, packed: list[tuple[str, Any]], ended: list[str]) -> None:
+        for key, rows in packed:
+            for held in self._known([key]):
+                held.results += unpack_results(rows)
+        for held in self._known(ended):
+            self._answer(held, None)
 
     def _known(self, keys: Iterable[str]) -> list[_Held]:
         """Return the batches that are still wanted; a message about an aborted one may be late."""
