@@ -23,6 +23,26 @@ ISOLATIONS = ("auto", "process", "thread")
 T = TypeVar("T")
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "bytes": (bytes,),
+    "Mapping[str, Any]": (Mapping,),
+}
+
+
+def _check_types(owner: Any) -> None:
+    """Check the values' types, so that the rules may compare them; the annotations are text, see the first import."""
+    for item in fields(owner):
+        value = getattr(owner, item.name)
+        wanted, _, optional = str(item.type).partition(" | ")
+        fits = isinstance(value, _TYPES[wanted]) and (wanted == "bool" or not isinstance(value, bool))
+        if not fits and not (optional and value is None):
+            raise ConfigError(f"{type(owner).__name__}.{item.name}={value!r}: must be of type {item.type}")
+
+
 def _check(owner: object, *rules: tuple[str, bool, str]) -> None:
     for name, ok, needs in rules:
         if not ok:
@@ -72,13 +92,13 @@ class ModelSpec:
     engine_digest: str = ""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self,
-            ("model", isinstance(self.model, str) and bool(self.model), "the name or folder of a model"),
+            ("model", bool(self.model), "the name or folder of a model"),
             ("task", self.task in TASKS, f"one of {', '.join(TASKS)}"),
             ("isolation", self.isolation in ISOLATIONS, f"one of {', '.join(ISOLATIONS)}"),
             ("threads", self.threads is None or self.threads >= 1, "None or at least 1"),
-            ("options", isinstance(self.options, Mapping), "a mapping of option to value"),
         )
         try:
             json.dumps(dict(self.options), sort_keys=True)
@@ -147,6 +167,7 @@ class BatchPolicy:
     order_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self,
             ("slots", self.slots >= 1, "at least 1"),
@@ -185,6 +206,7 @@ class RetryPolicy:
     losses: int = 2
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self,
             ("retries", self.retries >= 0, "at least 0"),
@@ -230,6 +252,7 @@ class HealthPolicy:
     drain_s: float = 20.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self,
             *((f.name, getattr(self, f.name) > 0, "greater than 0") for f in fields(self) if f.name.endswith("_s")),
@@ -245,10 +268,12 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str | None = N
     UnknownOptionError
         A key that the class does not have.
     ConfigError
-        A value out of range.
+        Not a mapping, or a value of the wrong type or out of range.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where or kind.__name__}={values!r}: must be a mapping of option to value")
     known = tuple(f.name for f in fields(kind))  # type: ignore[arg-type]
-    plain = {key.replace("-", "_"): value for key, value in values.items()}
+    plain = {str(key).replace("-", "_"): value for key, value in values.items()}
     for key in plain:
         if key not in known:
             raise UnknownOptionError(key, where or kind.__name__, known)

@@ -138,10 +138,12 @@ class SamplingParams:
     truncate: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if getattr(value, "shape", None) == ():  # numpy scalars come from columns of parameters
+                object.__setattr__(self, name, value.item())
+        object.__setattr__(self, "stop", _listed(self.stop))
+        object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids))
         for name, ok, needs in (
             ("max_new_tokens", _whole(self.max_new_tokens, 0), "a whole number ≥ 0"),
             ("min_new_tokens", _whole(self.min_new_tokens, 0), "a whole number ≥ 0"),
@@ -156,6 +158,7 @@ class SamplingParams:
             ),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_whole(t, 0) for t in self.stop_token_ids), "token ids ≥ 0"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("seed", self.seed is None or _whole(self.seed, 0), "None or a whole number ≥ 0"),
             ("truncate", self.truncate in (None, "left", "right"), "None, 'left' or 'right'"),
         ):
@@ -184,6 +187,15 @@ class SamplingParams:
     def to_dict(self) -> dict[str, Any]:
         """Return the values as plain types, for manifests."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    """Return a sequence as a tuple, None as an empty one, and any other value, for the checks to judge, as its only item."""
+    if value is None:
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(value)
+    return tuple(value.tolist()) if hasattr(value, "tolist") else (value,)
 
 
 def _whole(value: object, low: int) -> bool:
@@ -261,7 +273,7 @@ class Request:
 def input_size(value: Any) -> int:
     """Return a rough number of bytes for an engine's input (text, ids or messages); never less than 1."""
     if isinstance(value, str):
-        return len(value) + 1
+        return (len(value) if value.isascii() else len(value.encode(errors="replace"))) + 1
     if isinstance(value, Mapping):
         return sum(input_size(v) for v in value.values()) + 1
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
@@ -305,6 +317,7 @@ class Batch:
             _shared([r.params for r in rows]),
             _shared([r.raw for r in rows]),
             _shared([r.system for r in rows]),
+            _shared([r.origin for r in rows]),
         )
         return _batch, (self.key, columns, self.attempt, self.priority, self.probe)
 

@@ -8,12 +8,13 @@ Runs on: worker; the names are checked on the client.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines.base import Engine
-from daskinfer.errors import ConfigError
+from daskinfer.errors import ConfigError, describe
 
 __all__ = ["engine_class", "engine_names", "resolve"]
 
@@ -38,16 +39,16 @@ def engine_class(spec: ModelSpec) -> type[Engine]:
     ConfigError
         No such engine, or it cannot be imported, or it lacks a method of the protocol.
     """
-    if spec.engine_code is not None:
+    name, code = resolve(spec), spec.engine_code
+    if code is not None:
         import cloudpickle
 
-        return _checked(cloudpickle.loads(spec.engine_code), spec.engine)
-    name = resolve(spec)
+        return _checked(_loaded(name, lambda: cloudpickle.loads(code)), name)
     if ":" in name:
-        return _checked(_import(name), name)
+        return _checked(_loaded(name, lambda: _import(name)), name)
     for entry in entry_points(group=GROUP):
         if entry.name == name:
-            return _checked(entry.load(), name)
+            return _checked(_loaded(name, entry.load), name)
     raise ConfigError(
         f"engine={name!r}: there are {', '.join(engine_names())}; an engine of your own is named 'pkg.mod:Class'"
     )
@@ -55,10 +56,14 @@ def engine_class(spec: ModelSpec) -> type[Engine]:
 
 def _import(path: str) -> Any:
     module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _loaded(name: str, load: Callable[[], Any]) -> Any:
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"engine={path!r} cannot be imported here: {error}") from error
+        return load()
+    except Exception as error:
+        raise ConfigError(f"engine={name!r} cannot be imported here: {describe(error)}") from error
 
 
 def _checked(found: Any, name: str) -> type[Engine]:
@@ -67,6 +72,7 @@ def _checked(found: Any, name: str) -> type[Engine]:
         for m in ("load", "add", "step", "abort", "stats", "close", "output_type")
         if not callable(getattr(found, m, None))
     ]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
     if not isinstance(found, type) or missing:
         detail = f"lacks {', '.join(missing)}" if missing else "is not a class"
         raise ConfigError(f"engine={name!r} {detail}; the short way is to subclass daskinfer.BatchEngine")

@@ -163,12 +163,12 @@ def raised(error: BaseException, depth: int = 0) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "name", "message"),
     [
-        (NeedsTwoError("a", "b"), "test_errors.NeedsTwoError", "a and b"),
-        (HoldsLockError(), "test_errors.HoldsLockError", "locked"),
+        (NeedsTwoError("a", "b"), f"{__name__}.NeedsTwoError", "a and b"),
+        (HoldsLockError(), f"{__name__}.HoldsLockError", "locked"),
         (ValueError(b"x" * 50_000_000), "ValueError", "b'xxx"),
         (ValueError("y" * 50_000_000), "ValueError", "yyy"),
-        (RaisesInStrError(), "test_errors.RaisesInStrError", "<its __str__ raised NeedsTwoError>"),
-        (GivesNoTextError(), "test_errors.GivesNoTextError", "<its __str__ raised TypeError>"),
+        (RaisesInStrError(), f"{__name__}.RaisesInStrError", "<its __str__ raised NeedsTwoError>"),
+        (GivesNoTextError(), f"{__name__}.GivesNoTextError", "<its __str__ raised TypeError>"),
         (type("GoneError", (Exception,), {"__module__": "no.such.module"})("gone"), "no.such.module.GoneError", "gone"),
         (KeyboardInterrupt(), "KeyboardInterrupt", ""),
     ],
