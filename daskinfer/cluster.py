@@ -86,6 +86,12 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
     if cluster is None:
         made = local_cluster(workers, slots=slots)
         return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
+    scalable = cluster.cluster if isinstance(cluster, Client) else cluster
+    if workers is not None and not isinstance(scalable, Cluster):
+        raise ConfigError(
+            f"workers={workers}: a bare scheduler address cannot be scaled; pass the cluster object, or start the workers "
+            "yourself and leave workers out"
+        )
     if isinstance(cluster, Client):
         if cluster.asynchronous:
             raise ConfigError("cluster is an asynchronous Client; make one with Client(…, asynchronous=False)")
@@ -98,22 +104,20 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
         kinds = "None, a scheduler address, a scheduler file, a dask.distributed Client or a Dask cluster object"
         raise ConfigError(f"cluster={cluster!r}: must be {kinds}")
     if workers is not None:
-        if connection.cluster is None:
-            raise ConfigError(
-                f"workers={workers}: a bare scheduler address cannot be scaled; pass the cluster object, or start the "
-                "workers yourself and leave workers out"
-            )
-        connection.cluster.scale(workers)
+        scalable.scale(workers)
         connection.expected = workers
     return connection
 
 
 def _client(where: str) -> Client:
+    before = set(Client._instances)  # noqa: SLF001 - a Client that could not connect is reachable in no other way
     try:
         if Path(where).is_file():
             return Client(scheduler_file=where)
         return Client(where)
     except (OSError, TimeoutError, ValueError) as error:
+        for client in set(Client._instances) - before:  # noqa: SLF001
+            client.close(timeout=0)  # else it goes on trying
         raise ClusterError(f"no Dask scheduler answers at {where!r}: {error}") from error
 
 
