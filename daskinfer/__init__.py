@@ -1,8 +1,68 @@
 """Batch inference for Dask: a model on every worker, every row back exactly once.
 
+Names are imported when they are first used, so that ``import daskinfer`` is cheap.
+
 Runs on: anywhere.
 """
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "records",
+    "BatchEngine": "engines.base",
+    "BatchPolicy": "config",
+    "Completed": "records",
+    "Driver": "driver",
+    "Engine": "engines.base",
+    "EngineStats": "records",
+    "Failed": "records",
+    "HealthPolicy": "config",
+    "ModelSpec": "config",
+    "Request": "records",
+    "Result": "records",
+    "RetryPolicy": "config",
+    "RunReport": "report",
+    "SamplingParams": "records",
+    "Usage": "records",
+}
+
+__all__ = [
+    "Batch",
+    "BatchEngine",
+    "BatchPolicy",
+    "Completed",
+    "Driver",
+    "Engine",
+    "EngineStats",
+    "Failed",
+    "HealthPolicy",
+    "ModelSpec",
+    "Request",
+    "Result",
+    "RetryPolicy",
+    "RunReport",
+    "SamplingParams",
+    "Usage",
+]
+
+if TYPE_CHECKING:
+    from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
+    from daskinfer.driver import Driver
+    from daskinfer.engines.base import BatchEngine, Engine
+    from daskinfer.records import Batch, Completed, EngineStats, Failed, Request, Result, SamplingParams, Usage
+    from daskinfer.report import RunReport
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"daskinfer.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'daskinfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -5,29 +5,26 @@ Runs on: client.
 
 from __future__ import annotations
 
-import inspect
-import json
+import os
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import dask
 
 from daskinfer.cluster import Connection, check_workers, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
+from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
+from daskinfer.driver.run import RunOptions, execute
 from daskinfer.driver.stream import Stream, Turn
-from daskinfer.engines import engine_class
-from daskinfer.errors import ConfigError, DaskinferError, RowError
-from daskinfer.inputs import as_input
-from daskinfer.records import Failed, Request, Result, SamplingParams, WorkerView
+from daskinfer.engines import engine_class, engine_fields
+from daskinfer.errors import ConfigError, DaskinferError
+from daskinfer.records import Event, Request, Result, SamplingParams, WorkerView
+from daskinfer.report import RunReport
 
 __all__ = ["Driver"]
-
-FIRST_ROWS = 64
-PULL_S = 0.1
-"""A slow iterator of prompts is not waited for longer than this (seconds) once it has given one."""
 
 
 class Driver:
@@ -74,7 +71,7 @@ class Driver:
 
     def __init__(  # noqa: PLR0913 - the one place where everything can be said
         self,
-        model: str | ModelSpec,
+        model: str | os.PathLike[str] | ModelSpec,
         *,
         task: str = "generate",
         engine: str | type = "auto",
@@ -100,7 +97,7 @@ class Driver:
                 "options": dict(engine_options or {}),
                 **spec,
             }
-            self.spec = from_mapping(ModelSpec, {**fields, **_engine(engine)}, "Driver")
+            self.spec = from_mapping(ModelSpec, {**fields, **engine_fields(engine)}, "Driver")
         self.params = params if isinstance(params, SamplingParams) else SamplingParams().updated(**(params or {}))
         self.batch = batch or from_mapping(BatchPolicy, _configured("batch"))
         self.retry = retry or from_mapping(RetryPolicy, _configured("retry"))
@@ -252,50 +249,102 @@ class Driver:
         if isinstance(prompts, str | bytes | Mapping):
             raise ConfigError(f"prompts must be an iterable of prompts, not one {type(prompts).__name__}")
         sampling = with_seed(self.params.updated(**params))
-        return self._stream(iter(prompts), sampling, ordered=ordered, raw=raw, system=system, priority=priority)
+        make = partial(Request, params=sampling, raw=raw, system=system)
+        return answers(self, iter(prompts), make, ordered=ordered, priority=priority)
 
-    def _stream(
+    def run(  # noqa: PLR0913 - a run has this much to say
         self,
-        prompts: Iterator[Any],
-        params: SamplingParams,
+        source: Any,
+        sink: str | os.PathLike[str],
         *,
-        ordered: bool,
-        raw: bool,
-        system: str | None,
-        priority: int,
-    ) -> Iterator[Result]:
-        stream = self.open_stream(ordered=ordered, seed=params.seed or 0)
-        refused: dict[int, Failed] = {}
-        given = taken = 0
-        wanted, exhausted = FIRST_ROWS, False
-        try:
-            while True:
-                offer: list[Request] = []
-                if wanted and not exhausted:
-                    chunk, exhausted = _pull(prompts, wanted)
-                    for row, prompt in enumerate(chunk, given):
-                        made = _request(row, prompt, params, raw=raw, system=system)
-                        if isinstance(made, Failed):
-                            refused[row] = made
-                        else:
-                            offer.append(made)
-                    given += len(chunk)
-                turn = self.turn(stream, offer, priority=priority, exhausted=exhausted)
-                for result in turn.results:
-                    while ordered and taken < result.id:
-                        yield refused.pop(taken)
-                        taken += 1
-                    yield result
-                    taken += 1
-                for row in sorted(refused):
-                    if not ordered or row == taken or turn.done:
-                        yield refused.pop(row)
-                        taken += 1
-                if turn.done:
-                    return
-                wanted = turn.wanted
-        finally:
-            self.close_stream(stream)
+        prompt: str | None = None,
+        columns: str | Sequence[str] | None = None,
+        messages: str | None = None,
+        keep: Sequence[str] | None = None,
+        output_column: str = "output",
+        raw: bool = False,
+        system: str | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        force: bool = False,
+        retry_failed: bool = False,
+        limit: int | None = None,
+        max_failures: int | str | None = None,
+        observers: Sequence[Callable[[Event], None]] = (),
+    ) -> RunReport:
+        """Send every row of a source through the model and write it, with its answer, exactly once.
+
+        What was done is on disk every few seconds. A run that was interrupted or killed continues with ``resume=True``. In
+        the main thread the first SIGINT or SIGTERM lets rows in flight finish and commits them; the second does not wait.
+
+        Parameters
+        ----------
+        source : path, pandas.DataFrame or iterable
+            See :func:`daskinfer.storage.open_source`.
+        sink : path
+            A folder of Parquet files, or one ``.jsonl``, ``.parquet`` or ``.csv`` file.
+        prompt : str
+            Template over columns, such as ``"Summarise: {text}"``.
+        columns : str
+            The column that holds the prompts.
+        messages : str
+            The column that holds chat messages.
+        keep : sequence of str
+            Input columns to write; None: all.
+        output_column : str
+            Name of the column with the answers, beside ``finish_reason, prompt_tokens, completion_tokens, error``.
+        raw, system
+            As for :meth:`generate`.
+        params : SamplingParams or dict
+            Instead of the driver's, or changes to them.
+        resume, overwrite : bool
+            Continue earlier output, or replace it.
+        force : bool
+            Resume although the configuration is another one; the manifest records both.
+        retry_failed : bool
+            Run only the rows that failed, and replace them.
+        limit : int
+            Only the first so many rows of the input.
+        max_failures : int or str
+            Stop when more rows fail: a number or a percentage. None: when the first 100 rows all fail alike.
+        observers : sequence of callable
+            Called with every event of the run, in this thread.
+
+        Returns
+        -------
+        RunReport
+
+        Raises
+        ------
+        InputError, OutputError
+            Source or sink cannot be used; nothing was run.
+        ClusterError
+            The cluster cannot do the job.
+        TooManyFailuresError
+            See ``max_failures``; what was done is on disk.
+        JobInterruptedError
+            Stopped by a signal; what was done is on disk.
+        """
+        changed = params if isinstance(params, SamplingParams) else self.params.updated(**(params or {}))
+        options = RunOptions(
+            prompt=prompt,
+            columns=columns,
+            messages=messages,
+            keep=keep,
+            output_column=output_column,
+            raw=raw,
+            system=system,
+            params=changed,
+            resume=resume,
+            overwrite=overwrite,
+            force=force,
+            retry_failed=retry_failed,
+            limit=limit,
+            max_failures=max_failures,
+            observers=observers,
+        )
+        return execute(self, source, sink, options)
 
     # ---------------------------------------------------------------- for run(), the accessors and the command line
 
@@ -336,43 +385,5 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else params.updated(seed=secrets.randbits(63))
 
 
-def _pull(prompts: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Take up to so many items, fewer from a slow iterator; return them and whether they were the last."""
-    chunk: list[Any] = []
-    deadline = time.monotonic() + PULL_S
-    while len(chunk) < most and (not chunk or time.monotonic() < deadline):
-        try:
-            chunk.append(next(prompts))
-        except StopIteration:
-            return chunk, True
-    return chunk, False
-
-
-def _request(row: int, prompt: Any, params: SamplingParams, *, raw: bool, system: str | None) -> Request | Failed:
-    try:
-        return Request(row, as_input(prompt), params, raw, system)
-    except RowError as error:
-        return Failed(row, error.row_kind, error.message)
-
-
 def _configured(section: str) -> Mapping[str, Any]:
     return dask.config.get(f"daskinfer.{section}", default=None) or {}
-
-
-def _engine(engine: str | type) -> dict[str, Any]:
-    """Return the specification's fields for an engine given by name or as a class."""
-    if isinstance(engine, str):
-        return {"engine": engine}
-    import hashlib
-
-    import cloudpickle
-
-    name = f"{engine.__module__}:{engine.__qualname__}"
-    if engine.__module__ not in ("__main__", "__mp_main__") and "<locals>" not in name:
-        return {"engine": name}
-    try:
-        source = inspect.getsource(engine)
-    except (OSError, TypeError):
-        source = json.dumps(sorted(vars(engine)))
-    digest = f"{name}@{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-    return {"engine": name, "engine_code": cloudpickle.dumps(engine), "engine_digest": digest}

@@ -7,7 +7,10 @@ Runs on: worker; the names are checked on the client.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
+import json
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -16,7 +19,7 @@ from daskinfer.config import ModelSpec
 from daskinfer.engines.base import Engine
 from daskinfer.errors import ConfigError, describe
 
-__all__ = ["engine_class", "engine_names", "resolve"]
+__all__ = ["engine_class", "engine_fields", "engine_names", "resolve"]
 
 GROUP = "daskinfer.engines"
 
@@ -77,3 +80,23 @@ def _checked(found: Any, name: str) -> type[Engine]:
         detail = f"lacks {', '.join(missing)}" if missing else "is not a class"
         raise ConfigError(f"engine={name!r} {detail}; the short way is to subclass daskinfer.BatchEngine")
     return found
+
+
+def engine_fields(engine: str | type) -> dict[str, Any]:
+    """Return the :class:`ModelSpec` fields for an engine given by name or as a class.
+
+    A class that cannot be imported elsewhere (from a notebook or a function) is pickled by value.
+    """
+    if isinstance(engine, str):
+        return {"engine": engine}
+    import cloudpickle
+
+    name = f"{engine.__module__}:{engine.__qualname__}"
+    if engine.__module__ not in ("__main__", "__mp_main__") and "<locals>" not in name:
+        return {"engine": name}
+    try:
+        source = inspect.getsource(engine)
+    except (OSError, TypeError):
+        source = json.dumps(sorted(vars(engine)))
+    digest = f"{name}@{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    return {"engine": name, "engine_code": cloudpickle.dumps(engine), "engine_digest": digest}

@@ -1,0 +1,242 @@
+"""The command line: ``daskinfer run`` and ``daskinfer demo``.
+
+Exit codes: 0 all rows completed; 4 finished, but rows failed; 2 the command or its settings are wrong; 1 another error;
+130 and 143 interrupted by SIGINT and SIGTERM, resumable.
+
+Runs on: client.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from daskinfer import __version__
+from daskinfer.config import HealthPolicy
+from daskinfer.errors import ConfigError, DaskinferError, JobInterruptedError
+from daskinfer.records import SamplingParams
+
+if TYPE_CHECKING:
+    from daskinfer.report import RunReport
+
+__all__ = ["main"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OK, ERROR, USAGE, ROWS_FAILED = 0, 1, 2, 4
+DEFAULTS = SamplingParams()
+HEALTH = HealthPolicy()
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+model_options = _options(
+    click.option("--model", required=True, help="A local folder, a GGUF file, or a hub name."),
+    click.option("--revision", help="Revision of a hub model."),
+    click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16."),
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda:0."),
+    click.option("--trust-remote-code", is_flag=True, help="Let the model's own Python code run on the workers."),
+    click.option("--engine", default="auto", show_default=True, help="auto, transformers, echo, or pkg.mod:Class."),
+    click.option("--engine-options", metavar="JSON", help="The engine's own options, as a JSON object."),
+)
+prompt_options = _options(
+    click.option("--prompt", help="Template over the input's columns, such as 'Summarise: {text}'."),
+    click.option("--column", help="The column that holds the prompts."),
+    click.option("--messages", help="The column that holds chat messages."),
+    click.option("--system", help="System message for texts."),
+    click.option("--raw", is_flag=True, help="Give text to the model as it is, without its chat template."),
+)
+sampling_options = _options(
+    click.option("--max-new-tokens", type=int, default=DEFAULTS.max_new_tokens, show_default=True),
+    click.option("--temperature", type=float, default=DEFAULTS.temperature, show_default=True, help="0 is greedy."),
+    click.option("--top-p", type=float, default=DEFAULTS.top_p, show_default=True),
+    click.option("--seed", type=int, help="For sampling; drawn and recorded when not given."),
+    click.option("--stop", multiple=True, help="Generation ends before this text; may be given several times."),
+    click.option(
+        "--truncate", type=click.Choice(["left", "right"]), help="Cut a prompt that is too long, on that side."
+    ),
+)
+cluster_options = _options(
+    click.option("--workers", type=int, help="Workers of the local cluster; by default one per GPU, or one."),
+    click.option("--scheduler", metavar="ADDR", help="Address or file of a running Dask scheduler."),
+    click.option(
+        "--step-timeout",
+        type=float,
+        default=HEALTH.step_timeout_s,
+        show_default=True,
+        help="Seconds; then the engine hangs.",
+    ),
+)
+output_options = _options(
+    click.option("--keep", metavar="COLS", help="Input columns to keep, comma-separated; by default all."),
+    click.option("--output-column", default="output", show_default=True, help="Name of the column with the answers."),
+    click.option("--limit", type=int, help="Only the first N rows."),
+    click.option(
+        "--max-failures", metavar="N|P%", help="Stop when more rows fail; by default when the first 100 all do."
+    ),
+    click.option("--resume", is_flag=True, help="Continue what an earlier run began."),
+    click.option("--overwrite", is_flag=True, help="Begin again, replacing earlier output."),
+    click.option("--force", is_flag=True, help="Resume although the configuration is another one."),
+    click.option("--retry-failed", is_flag=True, help="Run only the rows that failed, and replace them."),
+    click.option("--quiet", is_flag=True, help="No progress."),
+    click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="daskinfer")
+def cli() -> None:
+    """Batch inference for Dask: a model on every worker, every row back exactly once."""
+
+
+@cli.command()
+@click.argument("source", metavar="IN")
+@click.argument("sink", metavar="OUT")
+@model_options
+@prompt_options
+@sampling_options
+@cluster_options
+@output_options
+def run(source: str, sink: str, **options: Any) -> None:
+    """Send the rows of IN through a model and write them, with its answers, to OUT.
+
+    IN is a .jsonl, .parquet or .csv file, a folder of them, or a pattern. OUT is a folder of Parquet files, or one .jsonl,
+    .parquet or .csv file.
+    """
+    _finish(_run(source, sink, options), as_json=options["as_json"])
+
+
+@cli.command()
+@click.option("--output", default="demo-output", show_default=True, type=click.Path(path_type=Path))
+@click.option("--limit", type=int, help="Only the first N countries.")
+@click.option("--workers", type=int, help="Workers of the local cluster.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def demo(output: Path, limit: int | None, workers: int | None, *, quiet: bool) -> None:
+    """Ask a small language model for the capitals of 249 countries; run it again to see it resume."""
+    from daskinfer.demo import countries, generation_model
+
+    source = countries()
+    options = {
+        "model": generation_model(),
+        "prompt": "Name the capital of {country}. Answer with the city only.",
+        "workers": workers,
+        "limit": limit,
+        "quiet": quiet,
+        "resume": output.exists(),
+        "max_new_tokens": 32,
+    }
+    report = _run(source, str(output), {**_defaults(run), **options})
+    _show_sample(output)
+    _finish(report, as_json=False)
+
+
+def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
+    from daskinfer.driver import Driver
+    from daskinfer.progress import watcher
+
+    driver = Driver(
+        options["model"],
+        engine=options["engine"],
+        engine_options=_json_object("--engine-options", options["engine_options"]),
+        params=_sampling(options),
+        cluster=options["scheduler"],
+        workers=options["workers"],
+        health=HealthPolicy(step_timeout_s=options["step_timeout"]),
+        **{name: options[name] for name in ("revision", "dtype", "device", "trust_remote_code")},
+    )
+    keep = options["keep"]
+    try:
+        with watcher(quiet=options["quiet"]) as progress:
+            return driver.run(
+                source,
+                sink,
+                columns=options["column"],
+                keep=None if keep is None else [name.strip() for name in keep.split(",") if name.strip()],
+                observers=[progress],
+                **{name: options[name] for name in RUN_OPTIONS},
+            )
+    finally:
+        driver.stop()
+
+
+RUN_OPTIONS = (
+    *("prompt", "messages", "system", "raw", "output_column", "limit", "max_failures"),
+    *("resume", "overwrite", "force", "retry_failed"),
+)
+
+
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "truncate")
+    return SamplingParams(**{name: options[name] for name in names if name in options})
+
+
+def _defaults(command: click.Command) -> dict[str, Any]:
+    context = click.Context(command)
+    return {p.name or "": p.get_default(context) for p in command.params if isinstance(p, click.Option)} | {"stop": ()}
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"{option}={text!r}: is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}={text!r}: must be a JSON object such as '{{\"max_batch_rows\": 16}}'")
+    return value
+
+
+def _show_sample(
+    output: Path, names: tuple[str, ...] = ("France", "Japan", "Kenya", "Norway", "Peru", "Egypt")
+) -> None:
+    """Print some answers of the demo."""
+    import pyarrow.compute as pc
+    import pyarrow.dataset as ds
+
+    table = ds.dataset(output, format="parquet").to_table(columns=["country", "output", "error"])
+    chosen = table.filter(pc.is_in(table["country"], value_set=pc.cast(list(names), table["country"].type)))
+    for row in (chosen if len(chosen) else table.slice(0, 6)).to_pylist():
+        click.echo(f"  {row['country']:<10} {row['output'] or row['error']}")
+
+
+def _finish(report: RunReport, *, as_json: bool) -> None:
+    click.echo(json.dumps(report.to_dict(), ensure_ascii=False, indent=1) if as_json else str(report))
+    sys.exit(ROWS_FAILED if report.failed else OK)
+
+
+def _resume_command(arguments: list[str]) -> str:
+    kept = [a for a in arguments if a not in ("--overwrite", "--resume")]
+    return shlex.join(["daskinfer", *kept, *([] if kept[:1] == ["demo"] else ["--resume"])])
+
+
+def main() -> None:
+    """Run the command line; every error of ours is one sentence and an exit code."""
+    try:
+        cli(standalone_mode=True)
+    except JobInterruptedError as error:
+        click.echo(
+            f"interrupted: {error.done} rows are done and safe. To continue:\n  {_resume_command(sys.argv[1:])}",
+            err=True,
+        )
+        sys.exit(128 + error.signum)
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(USAGE)
+    except DaskinferError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(ERROR)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(130)

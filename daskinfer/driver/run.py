@@ -1,0 +1,324 @@
+"""One run: a source through a deployed model into a sink, resumable.
+
+The loop reads as a sentence: pull, offer, take, commit, until nothing more comes. It runs in the caller's thread; the
+dispatching goes on beside it on the Dask client's event loop, so reading and writing do not stop the engines.
+
+Runs on: client.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from daskinfer.checkpoint import Checkpoint
+from daskinfer.driver.stream import Stream, Turn
+from daskinfer.engines import engine_class
+from daskinfer.errors import ConfigError, JobInterruptedError
+from daskinfer.metrics import Metrics, StopRule
+from daskinfer.prompts import Problem, Prompter, prompter
+from daskinfer.records import (
+    Event,
+    Failed,
+    FailureKind,
+    Request,
+    Result,
+    RowsCommitted,
+    RowsRead,
+    RowsResolved,
+    RunEnded,
+    RunStarted,
+    SamplingParams,
+    Usage,
+)
+from daskinfer.report import RunReport, report_from
+from daskinfer.storage import Block, Source, open_source
+
+if TYPE_CHECKING:
+    from daskinfer.driver.driver import Driver
+
+__all__ = ["RunOptions", "execute"]
+
+BLOCK_ROWS = 2_048
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What :meth:`Driver.run` takes besides source and sink; see there."""
+
+    prompt: str | None = None
+    columns: str | Sequence[str] | None = None
+    messages: str | None = None
+    keep: Sequence[str] | None = None
+    output_column: str = "output"
+    raw: bool = False
+    system: str | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    resume: bool = False
+    overwrite: bool = False
+    force: bool = False
+    retry_failed: bool = False
+    limit: int | None = None
+    max_failures: int | str | None = None
+    observers: Sequence[Callable[[Event], None]] = ()
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and (isinstance(self.limit, bool) or self.limit < 0):
+            raise ConfigError(f"limit={self.limit!r}: must be None or a number of rows ≥ 0")
+        if self.overwrite and (self.resume or self.retry_failed):
+            other = "resume" if self.resume else "retry_failed"
+            raise ConfigError(f"overwrite and {other} contradict each other: start again, or continue")
+        StopRule(self.max_failures)
+
+
+def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunReport:
+    """Run; see :meth:`Driver.run`."""
+    opened = open_source(source)
+    available = opened.columns
+    asked = prompter(prompt=options.prompt, columns=options.columns, messages=options.messages, available=available)
+    keep = tuple(available if options.keep is None else options.keep)
+    spec = driver.spec
+    with Checkpoint.open(
+        sink,
+        source=opened,
+        keep=keep,
+        output_column=options.output_column,
+        output_type=engine_class(spec).output_type(spec),
+        fingerprint=fingerprint(driver, asked, options),
+        resume=options.resume or options.retry_failed,
+        overwrite=options.overwrite,
+        force=options.force,
+        retry_failed=options.retry_failed,
+    ) as checkpoint:
+        return _Run(driver, opened, asked, keep, checkpoint, options).execute()
+
+
+def fingerprint(driver: Driver, asked: Prompter, options: RunOptions) -> dict[str, Any]:
+    """Return what decides the output of a row, and so must not change when a run is resumed."""
+    return {
+        **driver.spec.fingerprint(),
+        "prompt": dict(asked.fingerprint()),
+        "raw": options.raw,
+        "system": options.system,
+        "params": options.params.to_dict(),
+    }
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        source: Source,
+        asked: Prompter,
+        keep: Sequence[str],
+        checkpoint: Checkpoint,
+        options: RunOptions,
+    ) -> None:
+        self._driver = driver
+        self._source = source
+        self._asked = asked
+        self._checkpoint = checkpoint
+        self._options = options
+        self._metrics = Metrics()
+        self._rule = StopRule(options.max_failures)
+        self._params = replace(options.params, seed=checkpoint.seed(options.params.seed))
+        self._left = _rows_left(options, checkpoint)
+        blocks = source.blocks(asked.columns, keep, skip=checkpoint.skip, rows=BLOCK_ROWS)
+        self._blocks: Iterator[Block] = iter(blocks)
+        self._committed = 0
+
+    # ---------------------------------------------------------------- the loop
+
+    def execute(self) -> RunReport:
+        self._tell(RunStarted(time.monotonic(), self._total(), self._checkpoint.done.count))
+        state = "error"
+        try:
+            with interrupts() as stop:
+                self._loop(stop)
+            state = "done"
+        except JobInterruptedError:
+            state = "interrupted"
+            raise
+        finally:
+            if state != "done":
+                self._checkpoint.interrupt(time.time())
+                self._note_committed()
+            self._tell(RunEnded(time.monotonic(), state))
+        return report_from(self._metrics.snapshot(), path=str(self._checkpoint.path), resumed=self._options.resume)
+
+    def _loop(self, stop: Interrupt) -> None:
+        offer = self._pull(BLOCK_ROWS)
+        if offer or self._blocks_left:
+            stream = self._driver.open_stream(ordered=False, seed=self._params.seed or 0)
+            try:
+                while True:
+                    turn = self._driver.turn(stream, offer, exhausted=not self._blocks_left)
+                    self._take(turn)
+                    if turn.done:
+                        break
+                    if stop.asked:
+                        self._drain(stream, stop)
+                    offer = self._pull(turn.wanted)
+            finally:
+                self._driver.close_stream(stream)
+        self._judge(ended=True)
+        self._checkpoint.finish(time.time())
+        self._note_committed()
+
+    def _drain(self, stream: Stream, stop: Interrupt) -> None:
+        """Submit nothing more, take what is in flight within the grace period, and stop."""
+        self._driver.cancel_stream(stream, release=False)
+        deadline = time.monotonic() + self._driver.health.drain_s
+        while time.monotonic() < deadline and not stop.insisted:
+            turn = self._driver.turn(stream, [], wait_s=0.2)
+            self._take(turn, judge=False)
+            if turn.done:
+                break
+        self._checkpoint.interrupt(time.time())
+        self._note_committed()
+        raise JobInterruptedError(self._checkpoint.done.count, str(self._checkpoint.path), stop.signum)
+
+    # ---------------------------------------------------------------- rows in
+
+    @property
+    def _blocks_left(self) -> bool:
+        return self._left is None or self._left > 0
+
+    def _pull(self, wanted: int) -> list[Request]:
+        """Read rows until so many are ready for an engine, or no more are there; note those that cannot be."""
+        offer: list[Request] = []
+        while len(offer) < wanted and self._blocks_left:
+            block = next(self._blocks, None)
+            if block is None:
+                self._left = 0
+                self._tell(RowsRead(time.monotonic(), 0, exhausted=True))
+                break
+            if self._left is not None:
+                block = _first_rows(block, self._left)
+                self._left -= len(block)
+            offer += self._requests(block)
+        return offer
+
+    def _requests(self, block: Block) -> list[Request]:
+        self._checkpoint.begin(block)
+        self._tell(RowsRead(time.monotonic(), len(block)))
+        options, params = self._options, self._params
+        offer: list[Request] = []
+        failed: list[Result] = []
+        for at, (row, prompt) in enumerate(zip(block.ids, self._asked.render(block.values, len(block)), strict=True)):
+            if at in block.bad:
+                failed.append(Failed(row, FailureKind.INVALID_ROW, block.bad[at]))
+            elif isinstance(prompt, Problem):
+                failed.append(Failed(row, prompt.kind, prompt.message))
+            else:
+                offer.append(Request(row, prompt, params, options.raw, options.system))
+        self._resolve(failed)
+        return offer
+
+    # ---------------------------------------------------------------- results out
+
+    def _take(self, turn: Turn, *, judge: bool = True) -> None:
+        for event in turn.events:
+            self._tell(event)
+        self._resolve(turn.results)
+        if judge and turn.results:
+            self._judge(ended=False)
+
+    def _resolve(self, results: Sequence[Result]) -> None:
+        self._checkpoint.add(results, time.time())
+        if results:
+            failures = tuple(r for r in results if isinstance(r, Failed))
+            usage = sum((r.usage for r in results if not isinstance(r, Failed)), Usage())
+            done = len(results) - len(failures)
+            self._tell(RowsResolved(time.monotonic(), done, len(failures), usage, failures))
+        self._note_committed()
+
+    def _judge(self, *, ended: bool) -> None:
+        snapshot = self._metrics.snapshot()
+        error = self._rule.check(snapshot.failed, snapshot.done, snapshot.failures, ended=ended)
+        if error is not None:
+            raise error
+
+    # ---------------------------------------------------------------- observers
+
+    def _tell(self, event: Event) -> None:
+        self._metrics.apply(event)
+        for observer in self._options.observers:
+            observer(event)
+
+    def _note_committed(self) -> None:
+        committed = self._checkpoint.committed
+        if committed != self._committed:
+            self._tell(RowsCommitted(time.monotonic(), committed - self._committed))
+            self._committed = committed
+
+    def _total(self) -> int | None:
+        total = self._source.total
+        if self._options.retry_failed:
+            return None
+        return total if self._options.limit is None or total is None else min(total, self._options.limit)
+
+
+def _rows_left(options: RunOptions, checkpoint: Checkpoint) -> int | None:
+    """Return how many further rows may be read: ``limit`` counts from the input's beginning."""
+    if options.limit is None or options.retry_failed:
+        return None
+    return max(0, options.limit - checkpoint.done.count)
+
+
+def _first_rows(block: Block, rows: int) -> Block:
+    if len(block) <= rows:
+        return block
+    return Block(
+        block.ids[:rows],
+        {name: values[:rows] for name, values in block.values.items()},
+        block.kept.slice(0, rows),
+        {at: why for at, why in block.bad.items() if at < rows},
+    )
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+class Interrupt:
+    """Whether a signal asked to stop.
+
+    Attributes
+    ----------
+    asked, insisted : bool
+        It came once; it came again.
+    signum : int
+        The first one's number.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.insisted = False
+        self.signum = int(signal.SIGINT)
+
+    def __call__(self, signum: int, frame: FrameType | None = None) -> None:
+        if not self.asked:
+            self.signum = signum
+        self.insisted, self.asked = self.asked, True
+
+
+@contextmanager
+def interrupts() -> Iterator[Interrupt]:
+    """Turn SIGINT and SIGTERM into a request to stop; only in the main thread, where Python can."""
+    stop = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: Mapping[int, Any] = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
