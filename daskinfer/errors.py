@@ -4,7 +4,8 @@
 
     DaskinferError
     ├── ConfigError (ValueError)          the settings contradict themselves: fix the call
-    │   └── UnknownOptionError            a setting that does not exist
+    │   ├── UnknownOptionError            a setting that does not exist
+    │   └── UntrustedModelError           the model would run code of its own, which was not allowed
     ├── InputError (ValueError)           the job's input cannot be used: nothing was run
     │   ├── MissingColumnError            a column that the job needs is not there
     │   ├── TemplateError                 a prompt template that cannot be filled
@@ -70,6 +71,7 @@ __all__ = [
     "TooManyFailuresError",
     "TransientError",
     "UnknownOptionError",
+    "UntrustedModelError",
     "VersionError",
 ]
 
@@ -104,6 +106,24 @@ class UnknownOptionError(ConfigError):
 
     def __str__(self) -> str:
         return f"{self.where} has no option {self.option!r}; it has {', '.join(sorted(self.known))}"
+
+
+class UntrustedModelError(ConfigError):
+    """Loading the model could run code that comes with it, and the settings do not allow that.
+
+    Attributes
+    ----------
+    model, reason : str
+    remedy : str
+        What to do, with the name of the setting.
+    """
+
+    def __init__(self, model: str, reason: str, remedy: str) -> None:
+        super().__init__(model, reason, remedy)
+        self.model, self.reason, self.remedy = model, reason, remedy
+
+    def __str__(self) -> str:
+        return f"model {self.model!r} is not loaded: {self.reason}; {self.remedy}"
 
 
 # ---------------------------------------------------------------- the job's input
@@ -391,11 +411,13 @@ class JobInterruptedError(JobError):
         Rows whose result is safe.
     path : str or None
         Where the output is, for a run.
+    signum : int
+        The signal that asked for it.
     """
 
-    def __init__(self, done: int, path: str | None = None) -> None:
-        super().__init__(done, path)
-        self.done, self.path = done, path
+    def __init__(self, done: int, path: str | None = None, signum: int = 2) -> None:
+        super().__init__(done, path, signum)
+        self.done, self.path, self.signum = done, path, signum
 
     def __str__(self) -> str:
         where = f" in {self.path}" if self.path else ""
@@ -448,7 +470,7 @@ def describe(error: BaseException) -> str:
 
 
 def safe_str(error: BaseException) -> str:
-    """Return ``str(error)``, shortened to 4 kB; a ``__str__`` that raises is said instead of raised."""
+    """Return ``str(error)`` as valid text of at most 4 kB; a ``__str__`` that raises is said instead of raised."""
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 - any exception may come out of foreign code
