@@ -6,7 +6,6 @@ Runs on: client.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -17,7 +16,7 @@ from daskinfer.cluster import Connection, check_workers, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
 from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
-from daskinfer.driver.run import RunOptions, execute
+from daskinfer.driver.run import RunOptions, execute, with_seed
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.engines import engine_class, engine_fields
 from daskinfer.errors import ConfigError, DaskinferError
@@ -378,11 +377,6 @@ class Driver:
 
         if self._connection is not None:
             self._sync(closed)
-
-
-def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed: the given one, or one drawn now."""
-    return params if params.seed is not None else params.updated(seed=secrets.randbits(63))
 
 
 def _configured(section: str) -> Mapping[str, Any]:

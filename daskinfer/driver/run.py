@@ -8,12 +8,14 @@ Runs on: client.
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -81,22 +83,26 @@ def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunR
     """Run; see :meth:`Driver.run`."""
     opened = open_source(source)
     available = opened.columns
-    asked = prompter(prompt=options.prompt, columns=options.columns, messages=options.messages, available=available)
+    if opened.is_empty and not available:  # no row, so no column either: nothing to check the settings against
+        asked = prompter(columns="prompt", available=("prompt",))
+    else:
+        asked = prompter(prompt=options.prompt, columns=options.columns, messages=options.messages, available=available)
     keep = tuple(available if options.keep is None else options.keep)
     spec = driver.spec
     with Checkpoint.open(
-        sink,
+        os.fspath(sink),
         source=opened,
         keep=keep,
         output_column=options.output_column,
         output_type=engine_class(spec).output_type(spec),
         fingerprint=fingerprint(driver, asked, options),
-        resume=options.resume or options.retry_failed,
+        now=time.time(),
+        resume=options.resume,
         overwrite=options.overwrite,
         force=options.force,
         retry_failed=options.retry_failed,
     ) as checkpoint:
-        return _Run(driver, opened, asked, keep, checkpoint, options).execute()
+        return _Run(driver, opened, asked, checkpoint, os.fspath(sink), options).execute()
 
 
 def fingerprint(driver: Driver, asked: Prompter, options: RunOptions) -> dict[str, Any]:
@@ -114,31 +120,27 @@ class _Run:
     """The state of one run."""
 
     def __init__(
-        self,
-        driver: Driver,
-        source: Source,
-        asked: Prompter,
-        keep: Sequence[str],
-        checkpoint: Checkpoint,
-        options: RunOptions,
+        self, driver: Driver, source: Source, asked: Prompter, checkpoint: Checkpoint, path: str, options: RunOptions
     ) -> None:
         self._driver = driver
         self._source = source
         self._asked = asked
         self._checkpoint = checkpoint
+        self._path = path
         self._options = options
         self._metrics = Metrics()
         self._rule = StopRule(options.max_failures)
-        self._params = replace(options.params, seed=checkpoint.seed(options.params.seed))
+        self._params = with_seed(options.params)
         self._left = _rows_left(options, checkpoint)
-        blocks = source.blocks(asked.columns, keep, skip=checkpoint.skip, rows=BLOCK_ROWS)
+        blocks = source.blocks(asked.columns, checkpoint.keep, skip=checkpoint.done, rows=BLOCK_ROWS)
         self._blocks: Iterator[Block] = iter(blocks)
+        self._exhausted = checkpoint.remaining == 0
         self._committed = 0
 
     # ---------------------------------------------------------------- the loop
 
     def execute(self) -> RunReport:
-        self._tell(RunStarted(time.monotonic(), self._total(), self._checkpoint.done.count))
+        self._tell(RunStarted(time.monotonic(), self._total(), self._checkpoint.rows_done))
         state = "error"
         try:
             with interrupts() as stop:
@@ -152,7 +154,7 @@ class _Run:
                 self._checkpoint.interrupt(time.time())
                 self._note_committed()
             self._tell(RunEnded(time.monotonic(), state))
-        return report_from(self._metrics.snapshot(), path=str(self._checkpoint.path), resumed=self._options.resume)
+        return report_from(self._metrics.snapshot(), path=self._path, resumed=self._options.resume)
 
     def _loop(self, stop: Interrupt) -> None:
         offer = self._pull(BLOCK_ROWS)
@@ -170,7 +172,7 @@ class _Run:
             finally:
                 self._driver.close_stream(stream)
         self._judge(ended=True)
-        self._checkpoint.finish(time.time())
+        self._checkpoint.finish(time.time(), complete=self._exhausted)
         self._note_committed()
 
     def _drain(self, stream: Stream, stop: Interrupt) -> None:
@@ -182,15 +184,15 @@ class _Run:
             self._take(turn, judge=False)
             if turn.done:
                 break
-        self._checkpoint.interrupt(time.time())
+        safe = self._checkpoint.interrupt(time.time())
         self._note_committed()
-        raise JobInterruptedError(self._checkpoint.done.count, str(self._checkpoint.path), stop.signum)
+        raise JobInterruptedError(safe, self._path, stop.signum)
 
     # ---------------------------------------------------------------- rows in
 
     @property
     def _blocks_left(self) -> bool:
-        return self._left is None or self._left > 0
+        return not self._exhausted and (self._left is None or self._left > 0)
 
     def _pull(self, wanted: int) -> list[Request]:
         """Read rows until so many are ready for an engine, or no more are there; note those that cannot be."""
@@ -198,7 +200,7 @@ class _Run:
         while len(offer) < wanted and self._blocks_left:
             block = next(self._blocks, None)
             if block is None:
-                self._left = 0
+                self._exhausted = True
                 self._tell(RowsRead(time.monotonic(), 0, exhausted=True))
                 break
             if self._left is not None:
@@ -262,8 +264,9 @@ class _Run:
 
     def _total(self) -> int | None:
         total = self._source.total
-        if self._options.retry_failed:
-            return None
+        checkpoint = self._checkpoint
+        if checkpoint.remaining is not None:
+            total = checkpoint.rows_done + checkpoint.remaining
         return total if self._options.limit is None or total is None else min(total, self._options.limit)
 
 
@@ -271,7 +274,7 @@ def _rows_left(options: RunOptions, checkpoint: Checkpoint) -> int | None:
     """Return how many further rows may be read: ``limit`` counts from the input's beginning."""
     if options.limit is None or options.retry_failed:
         return None
-    return max(0, options.limit - checkpoint.done.count)
+    return max(0, options.limit - checkpoint.rows_done)
 
 
 def _first_rows(block: Block, rows: int) -> Block:
@@ -283,6 +286,11 @@ def _first_rows(block: Block, rows: int) -> Block:
         block.kept.slice(0, rows),
         {at: why for at, why in block.bad.items() if at < rows},
     )
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Return parameters with a seed: the given one, or one drawn now."""
+    return params if params.seed is not None else params.updated(seed=secrets.randbits(63))
 
 
 # ---------------------------------------------------------------- interrupts

@@ -139,7 +139,7 @@ def test_c35_c57_interrupted_killed_and_resumed(
     counts = call_counts(echo_log)
     twice = [row for row, n in counts.items() if n > 1]
     assert max(counts.values()) <= 2
-    in_flight = 4 * 4 + 16  # 4 × capacity in flight, and what was finished and not yet on disk
+    in_flight = 4 * 4 + 16  # 4 times the capacity in flight, and what was finished and not yet on disk
     limit = in_flight if code > 0 else in_flight + len(ran_before) // 2
     assert len(twice) <= limit
 
