@@ -1,0 +1,174 @@
+"""One step after the other: schedule, lay out, run the model, choose tokens.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from daskinfer.engines.base import translate
+from daskinfer.engines.hf import Answer, LanguageModel
+from daskinfer.engines.hf.answers import NOT_A_NUMBER
+from daskinfer.engines.lm.attention import Runner, install
+from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
+from daskinfer.engines.lm.layout import Layout, slot_sizes
+from daskinfer.engines.lm.plan import StepPlan
+from daskinfer.engines.lm.prefixes import Prefixes
+from daskinfer.engines.lm.sampling import choose
+from daskinfer.engines.lm.scheduler import Scheduler
+from daskinfer.engines.lm.sequences import Chunk, Row, Segment
+from daskinfer.engines.lm.settings import Settings
+from daskinfer.errors import EngineDiedError, OutOfMemoryError
+
+__all__ = ["Core"]
+
+_NO_LIMIT = 1 << 20  # longest row of a model that has no limit
+
+
+class Core:
+    """A loaded model and the rows it works on; tokens in, finished answers out.
+
+    Parameters
+    ----------
+    loaded : LanguageModel
+    shapes : dict of int to LayerShape
+        What its layers keep of a token.
+    settings : Settings
+
+    Attributes
+    ----------
+    counts : dict of str to int
+        Counters for ``stats``.
+    """
+
+    def __init__(self, loaded: LanguageModel, shapes: dict[int, LayerShape], settings: Settings) -> None:
+        self.device = loaded.device
+        self.slots = settings.rows(loaded.device)
+        self._model = loaded.model
+        self._cache = KVCache(shapes, next(loaded.model.parameters()).dtype, loaded.device)
+        self._runner = Runner(self._cache)
+        install(loaded.model, self._runner)
+        self._keep = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        longest = loaded.limit or _NO_LIMIT
+        tokens = settings.cache_tokens(loaded.device, self._cache.bytes_per_token)
+        most = 2 * self.slots * slot_sizes(settings.slot_tokens, longest)[-1]  # twice: slots grow by copying
+        self.layout = Layout(min(tokens, most), settings.slot_tokens, longest)
+        self.scheduler = Scheduler(
+            self.layout,
+            self.slots,
+            settings.tokens(loaded.device),
+            longest_first=settings.longest_first,
+            prefixes=Prefixes() if settings.share_prefixes else None,
+        )
+        self._answers: dict[int, Answer] = {}
+        self.counts = dict.fromkeys(
+            ("steps", "row_steps", "full_steps", "full_row_steps", "prefill_tokens", "decode_tokens", "out_of_memory"),
+            0,
+        )
+
+    def fits(self, tokens: int) -> bool:
+        """Whether there is memory for a row of so many tokens."""
+        return self.layout.fits_alone(tokens)
+
+    def add(self, answer: Answer) -> None:
+        """Take a row over; it is not finished."""
+        prompt = answer.prompt
+        self._answers[prompt.id] = answer
+        self.scheduler.add(Row.of(prompt.id, list(prompt.input), prompt.params.max_new_tokens))
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Forget rows."""
+        self.scheduler.abort(ids)
+        for row in ids:
+            self._answers.pop(row, None)
+
+    def step(self) -> list[Answer]:
+        """Run one step; return the answers it finished.
+
+        Raises
+        ------
+        EngineDiedError
+            The device is unusable, or has no memory even for the smallest step.
+        """
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        self._prepare_memory(chunks)
+        plan = StepPlan.of(chunks, self.layout, self.device)
+        try:
+            tokens = self._run(plan)
+        except Exception as error:
+            known = translate(error)
+            if not isinstance(known, OutOfMemoryError):
+                raise
+            self._shrink(known)
+            return []
+        self._count(chunks)
+        return self._take(plan.rows, tokens)
+
+    # ---------------------------------------------------------------- how
+
+    def _prepare_memory(self, chunks: Sequence[Chunk]) -> None:
+        self._cache.drop(self.scheduler.take_dropped())
+        self._cache.apply(self.layout.take_operations())
+        for chunk in chunks:
+            if isinstance(chunk.sequence, Segment) and chunk.start == 0:
+                self._cache.begin(chunk.sequence)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> list[int]:
+        """Run the model and return the next token of each of the plan's rows."""
+        self._runner.plan = plan
+        options: dict[str, Any] = {}
+        if self._keep:
+            options["logits_to_keep"] = plan.last if plan.rows else 1
+        try:
+            logits = self._model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, **options).logits[0]
+        finally:
+            self._runner.plan = None
+        if not plan.rows:
+            return []
+        return choose(logits if self._keep else logits[plan.last], [self._answers[row.id] for row in plan.rows])
+
+    def _take(self, rows: Sequence[Row], tokens: Sequence[int]) -> list[Answer]:
+        finished = []
+        for row, token in zip(rows, tokens, strict=True):
+            answer = self._answers[row.id]
+            row.push(token)
+            if not answer.push(token):
+                continue
+            if token == NOT_A_NUMBER:
+                place = self.layout.places[row]
+                self._cache.clear(place.size, place.index)
+            self.scheduler.finish(row)
+            finished.append(self._answers.pop(row.id))
+        return finished
+
+    def _shrink(self, error: OutOfMemoryError) -> None:
+        """Go on with fewer tokens per step and fewer rows after running out of memory."""
+        self.counts["out_of_memory"] += 1
+        scheduler = self.scheduler
+        if scheduler.budget <= 1 and scheduler.slots <= 1:
+            raise EngineDiedError(f"no memory for a step of a single token: {error}")
+        scheduler.budget, scheduler.slots = max(scheduler.budget // 2, 1), max(scheduler.slots // 2, 1)
+        self.slots = scheduler.slots
+        scheduler.reset()
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
+        counts, rows = self.counts, len(self.scheduler.running)
+        counts["steps"] += 1
+        counts["row_steps"] += rows
+        if self.scheduler.waiting:
+            counts["full_steps"] += 1
+            counts["full_row_steps"] += rows
+        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        decoded = sum(
+            1 for chunk in chunks if isinstance(chunk.sequence, Row) and chunk.sequence.answer and chunk.samples
+        )
+        counts["decode_tokens"] += decoded
+        counts["prefill_tokens"] += tokens - decoded

@@ -1,0 +1,113 @@
+"""Linear layers for the small batches of decoding on a CPU.
+
+Weights are laid out once as oneDNN wants them, which the usual layout costs in every call. Layers that read the same input
+(query, key and value; gate and up) become one: the same sums, in one larger multiplication.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from daskinfer.engines.hf import LanguageModel
+from daskinfer.engines.lm.settings import Settings
+
+__all__ = ["PackedLinear", "pack_linears"]
+
+_TYPICAL_ROWS = 64  # the layout is best for about so many tokens
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_mkldnn = torch.ops.mkldnn
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with a weight in oneDNN's layout; exact in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        self.weight = _mkldnn._reorder_linear_weight(weight.detach().contiguous(), _TYPICAL_ROWS)  # noqa: SLF001
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        flat = x.reshape(-1, self.in_features)
+        out: torch.Tensor = _mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")  # noqa: SLF001
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class _First(nn.Module):
+    """The first of several layers that read the same input: computes all, and keeps the others' parts for them."""
+
+    def __init__(self, fused: nn.Module, widths: list[int]) -> None:
+        super().__init__()
+        self.fused, self.widths = fused, widths
+        self.input: torch.Tensor | None = None
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = torch.split(self.fused(x), self.widths, dim=-1)
+        self.input, self.parts = x, dict(enumerate(others, 1))
+        return first
+
+
+class _Other(nn.Module):
+    """A later one: takes its part, if the input is still the same."""
+
+    def __init__(self, first: _First, index: int) -> None:
+        super().__init__()
+        self._first, self._index = (first,), index  # in a tuple: it is a sibling, not a child
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (first,) = self._first
+        if first.input is not x or self._index not in first.parts:
+            first(x)
+        part = first.parts.pop(self._index)
+        if not first.parts:
+            first.input = None
+        return part
+
+
+def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
+    """Replace a model's linear layers where that is faster: on a CPU, in float32."""
+    usable = torch.backends.mkldnn.is_available() and loaded.device.type == "cpu"  # type: ignore[no-untyped-call]
+    if not (settings.pack_weights and usable):
+        return
+    with torch.inference_mode():
+        _pack(loaded.model)
+
+
+def _pack(module: nn.Module) -> None:
+    for names in _FUSED:
+        layers = [getattr(module, name, None) for name in names]
+        if all(_packable(layer) for layer in layers):
+            _fuse(module, names, layers)
+    for name, child in list(module.named_children()):
+        if _packable(child):
+            setattr(module, name, PackedLinear(*_weight(child)))
+        elif not isinstance(child, _First | _Other):
+            _pack(child)
+
+
+def _packable(layer: Any) -> bool:
+    # an exact type: a subclass may compute something else
+    return type(layer) in (nn.Linear, Conv1D) and layer.weight.dtype == torch.float32
+
+
+def _weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (layer.weight.t() if isinstance(layer, Conv1D) else layer.weight), layer.bias
+
+
+def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
+    weights, biases = zip(*map(_weight, layers), strict=True)
+    if len({bias is None for bias in biases}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
+        return
+    bias = None if biases[0] is None else torch.cat(biases)
+    first = _First(PackedLinear(torch.cat(weights), bias), [weight.shape[0] for weight in weights])
+    setattr(module, names[0], first)
+    for index, name in enumerate(names[1:], 1):
+        setattr(module, name, _Other(first, index))

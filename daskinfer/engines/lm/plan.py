@@ -1,0 +1,211 @@
+"""From the chunks of a step to what the attention layers need: which tokens lie where, and what each may see.
+
+The tokens of all chunks lie one behind the other, without padding: first those of rows that go on by one token, in the
+order of their slots, then the pieces of prompts. Everything here is worked out once per step and used by every layer.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from daskinfer.engines.lm.layout import Layout
+from daskinfer.engines.lm.sequences import Chunk, Row, Segment, Sequence
+
+__all__ = ["DecodeGroup", "Piece", "SharedPart", "StepPlan"]
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGroup:
+    """Neighbouring slots ``first`` to ``stop`` of a pool, whose rows are the step's tokens ``begin`` to ``end``."""
+
+    size: int
+    first: int
+    stop: int
+    begin: int
+    end: int
+    positions: torch.Tensor  # in the slot, of the new token
+    longest: int
+    chained: bool
+    kept: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+
+    def targets(self, heads: int) -> torch.Tensor:
+        """Return where the new keys go in the pool seen as (rows · heads · size) tokens."""
+        found = self.kept.get(heads)
+        if found is None:
+            rows = torch.arange(self.first, self.stop, device=self.positions.device)
+            slots = rows[:, None] * heads + torch.arange(heads, device=rows.device)
+            found = self.kept[heads] = (slots * self.size + self.positions[:, None]).reshape(-1)
+        return found
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return 0 where a row may look and -inf elsewhere; shape (rows, 1, 1, longest); None: everywhere."""
+        key = ("mask", window)
+        if key not in self.kept:
+            at = torch.arange(self.longest, device=self.positions.device)
+            seen = at <= self.positions[:, None]
+            if window is not None:
+                seen &= at > self.positions[:, None] - window
+            self.kept[key] = None if bool(seen.all()) else _as_bias(seen, dtype)[:, None, None]
+        return self.kept[key]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Tokens ``begin`` to ``end`` of the step: own tokens ``start`` to ``stop`` of a row in a slot, or of a segment."""
+
+    place: tuple[int, int] | Segment
+    start: int
+    stop: int
+    begin: int
+    end: int
+    chained: bool
+    kept: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return 0 where a token may look and -inf elsewhere; shape (tokens, stop); None: plainly causal."""
+        if self.start == 0 and (window is None or window >= self.stop):
+            return None
+        if window not in self.kept:
+            own = torch.arange(self.start, self.stop, device=device)[:, None]
+            at = torch.arange(self.stop, device=device)
+            seen = at <= own
+            if window is not None:
+                seen &= at > own - window
+            self.kept[window] = _as_bias(seen, dtype)
+        return self.kept[window]
+
+
+@dataclass(slots=True, eq=False)
+class SharedPart:
+    """A segment, and the step's tokens that look at it."""
+
+    segment: Segment
+    tokens: torch.Tensor
+    positions: torch.Tensor  # of these tokens, counted from the segment's first
+    kept: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return 0 where a token may look and -inf elsewhere; shape (tokens, segment); None: everywhere."""
+        if window is None:
+            return None
+        if window not in self.kept:
+            at = torch.arange(len(self.segment.tokens), device=self.positions.device)
+            seen = at > self.positions[:, None] - window
+            self.kept[window] = None if bool(seen.all()) else _as_bias(seen, dtype)
+        return self.kept[window]
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """One step.
+
+    Attributes
+    ----------
+    ids, positions : torch.Tensor
+        Shape (1, tokens).
+    groups, pieces, shared : list
+        What the attention layers do.
+    rows : list of Row
+        Those that get a token.
+    last : torch.Tensor
+        Index of the token from which each of them follows.
+    chained : torch.Tensor or None
+        Tokens that look at segments, as indices.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    groups: list[DecodeGroup]
+    pieces: list[Piece]
+    shared: list[SharedPart]
+    rows: list[Row]
+    last: torch.Tensor
+
+    @classmethod
+    def of(cls, chunks: Listing[Chunk], layout: Layout, device: torch.device) -> StepPlan:
+        """Lay out the chunks of a step; their rows have their places in the layout."""
+        decoding = [c for c in chunks if isinstance(c.sequence, Row) and c.start and c.stop - c.start == 1]
+        decoding.sort(key=lambda c: _place(layout, c.sequence))
+        one = set(map(id, decoding))
+        ordered = decoding + [c for c in chunks if id(c) not in one]
+        ids: list[int] = []
+        positions: list[int] = []
+        begins: list[int] = []
+        for chunk in ordered:
+            begins.append(len(ids))
+            offset = chunk.sequence.offset
+            ids += chunk.sequence.tokens[chunk.start : chunk.stop]
+            positions += range(offset + chunk.start, offset + chunk.stop)
+        sampling = [(c, begin + c.stop - c.start - 1) for c, begin in zip(ordered, begins, strict=True) if c.samples]
+        return cls(
+            torch.tensor([ids], device=device),
+            torch.tensor([positions], device=device),
+            _groups(decoding, layout, device),
+            [_piece(c, b, layout) for c, b in zip(ordered[len(decoding) :], begins[len(decoding) :], strict=True)],
+            _shared(ordered, begins, device),
+            [c.sequence for c, _ in sampling if isinstance(c.sequence, Row)],
+            torch.tensor([last for _, last in sampling], dtype=torch.long, device=device),
+        )
+
+
+def _place(layout: Layout, sequence: Sequence) -> tuple[int, int]:
+    place = layout.places[sequence]
+    return place.size, place.index
+
+
+def _groups(decoding: list[Chunk], layout: Layout, device: torch.device) -> list[DecodeGroup]:
+    groups = []
+    first = 0
+    places = [_place(layout, chunk.sequence) for chunk in decoding]
+    for end in range(1, len(decoding) + 1):
+        if end < len(decoding) and places[end] == (places[end - 1][0], places[end - 1][1] + 1):
+            continue
+        members = decoding[first:end]
+        at = [chunk.start for chunk in members]
+        size, index = places[first]
+        groups.append(
+            DecodeGroup(
+                size,
+                index,
+                index + len(members),
+                first,
+                end,
+                torch.tensor(at, device=device),
+                max(at) + 1,
+                any(chunk.sequence.chain for chunk in members),
+            )
+        )
+        first = end
+    return groups
+
+
+def _piece(chunk: Chunk, begin: int, layout: Layout) -> Piece:
+    sequence = chunk.sequence
+    place = sequence if isinstance(sequence, Segment) else _place(layout, sequence)
+    end = begin + chunk.stop - chunk.start
+    return Piece(place, chunk.start, chunk.stop, begin, end, bool(sequence.chain))
+
+
+def _shared(chunks: list[Chunk], begins: list[int], device: torch.device) -> list[SharedPart]:
+    tokens: dict[Segment, list[int]] = {}
+    positions: dict[Segment, list[int]] = {}
+    for chunk, begin in zip(chunks, begins, strict=True):
+        offset = chunk.sequence.offset
+        for segment in chunk.sequence.chain:
+            own = offset - segment.offset
+            tokens.setdefault(segment, []).extend(range(begin, begin + chunk.stop - chunk.start))
+            positions.setdefault(segment, []).extend(range(own + chunk.start, own + chunk.stop))
+    return [
+        SharedPart(s, torch.tensor(t, device=device), torch.tensor(positions[s], device=device))
+        for s, t in tokens.items()
+    ]
+
+
+def _as_bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -1,0 +1,253 @@
+"""What runs in the next step: pure decisions about tokens and memory.
+
+Every row that is being answered runs in every step, with one token. What is left of the token budget reads prompts, in
+pieces if need be, those of shared segments first. A slot that falls free is filled in the next step. When memory runs out,
+idle segments go first; then the row admitted last goes back to waiting, to be computed again later.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from daskinfer.engines.lm.layout import Layout
+from daskinfer.engines.lm.prefixes import Prefixes
+from daskinfer.engines.lm.sequences import Chunk, Row, Segment, Sequence
+
+__all__ = ["Scheduler"]
+
+_AGING = 8  # every eighth row admitted is the one that has waited longest
+
+
+class Scheduler:
+    """Rows waiting and running.
+
+    Parameters
+    ----------
+    layout : Layout
+    slots : int
+        Most rows at once.
+    budget : int
+        Tokens of a step; prompts get at least a quarter of it, however many rows are being answered.
+    longest_first : bool
+        Of the waiting rows admit the one that may write most, so that few long ones are left at the end; every eighth
+        time the one that has waited longest. Otherwise in order of arrival.
+    prefixes : Prefixes or None
+        None: rows share nothing.
+    """
+
+    def __init__(
+        self, layout: Layout, slots: int, budget: int, *, longest_first: bool = True, prefixes: Prefixes | None = None
+    ) -> None:
+        self.layout, self.slots, self.budget = layout, slots, budget
+        self.prefixes = prefixes
+        self.running: list[Row] = []
+        self.preemptions = self.recomputed = 0
+        self._shared: set[Segment] = set()  # segments that have memory
+        self._dropped: list[Segment] = []
+        self._longest_first = longest_first
+        self._waiting: dict[int, Row] = {}
+        self._by_length: list[tuple[int, int, int]] = []
+        self._preempted: list[Row] = []
+        self._arrivals = self._admissions = 0
+
+    @property
+    def waiting(self) -> int:
+        """Rows that do not run."""
+        return len(self._waiting) + len(self._preempted)
+
+    def add(self, row: Row) -> None:
+        """Let a row wait."""
+        row.arrival = self._arrivals
+        self._arrivals += 1
+        self._waiting[row.id] = row
+        if self._longest_first:
+            heapq.heappush(self._by_length, (-row.expected, row.arrival, row.id))
+        if self.prefixes is not None:
+            self.prefixes.observe(row.prompt)
+
+    def abort(self, ids: Iterable[int]) -> list[Row]:
+        """Forget rows; return those that were running."""
+        forgotten = set(ids)
+        for row_id in forgotten:
+            self._waiting.pop(row_id, None)
+        self._preempted = [row for row in self._preempted if row.id not in forgotten]
+        begun = [row for row in self.running if row.id in forgotten]
+        for row in begun:
+            self.finish(row)
+        return begun
+
+    def finish(self, row: Row) -> None:
+        """Take a running row out and give its memory back."""
+        self.running.remove(row)
+        self.layout.release(row)
+        self._detach(row)
+
+    def schedule(self) -> list[Chunk]:
+        """Return what to compute: first the rows that go on by one token, then pieces of prompts.
+
+        Memory for it is reserved, and it counts as computed from here on. Empty only when no row is held. Afterwards
+        :meth:`take_dropped` tells whose tensors can go.
+        """
+        chunks = self._decode()
+        left = max(self.budget - len(chunks), self.budget // 4, 1)
+        for row in self.running:
+            left -= self._read(row, left, chunks)
+        while left > 0 and len(self.running) < self.slots:
+            admitted = self._admit()
+            if admitted is None:
+                break
+            left -= self._read(admitted, left, chunks)
+        self.layout.compact()
+        return chunks
+
+    def reset(self) -> None:
+        """Send all running rows back to waiting and forget what is shared: the step that was scheduled did not run."""
+        for row in list(self.running):
+            row.computed = 0
+            self._preempt(row)
+        if self.prefixes is not None:
+            for segment in self.prefixes.segments:
+                segment.computed = 0
+            while self._evict():
+                pass
+
+    def take_dropped(self) -> list[Segment]:
+        """Return the segments dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    # ---------------------------------------------------------------- rows that run
+
+    def _decode(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for row in list(self.running):
+            if row.answer and row.pending == 1 and row.computed and self._grow(row):
+                chunks.append(Chunk(row, row.computed, row.computed + 1))
+                row.computed += 1
+        return chunks
+
+    def _grow(self, row: Row) -> bool:
+        """Reserve memory for one more token, at the cost of rows admitted later; False: the row itself had to go.
+
+        Rows are visited in the order of admission, so that those sent back have no part in the step yet.
+        """
+        while not self._reserve(row, row.computed + 1, self._expected(row)):
+            victim = self.running[-1]
+            victim.sharing = victim.sharing and len(self.running) > 1
+            self._preempt(victim)
+            if victim is row:
+                return False
+        return True
+
+    def _preempt(self, row: Row) -> None:
+        self.preemptions += 1
+        self.recomputed += row.computed
+        self.finish(row)
+        row.restart()
+        self._preempted.append(row)
+
+    def _read(self, row: Row, left: int, chunks: list[Chunk]) -> int:
+        """Add pieces of a row's prompt, its chain's first, of at most ``left`` tokens; return how many there are."""
+        taken = 0
+        sequence: Sequence
+        for sequence in (*row.chain, row):
+            piece = min(sequence.pending, left - taken)
+            if piece > 0:
+                chunks.append(Chunk(sequence, sequence.computed, sequence.computed + piece))
+                sequence.computed += piece
+                taken += piece
+            if sequence.pending:
+                break
+        return taken
+
+    # ---------------------------------------------------------------- rows that wait
+
+    def _next(self) -> Row | None:
+        if self._preempted:
+            return min(self._preempted, key=lambda row: row.arrival)
+        if not self._waiting:
+            return None
+        if not self._longest_first or self._admissions % _AGING == _AGING - 1:
+            return next(iter(self._waiting.values()))
+        while True:
+            _, arrival, row_id = self._by_length[0]
+            row = self._waiting.get(row_id)
+            if row is not None and row.arrival == arrival:
+                return row
+            heapq.heappop(self._by_length)
+
+    def _admit(self) -> Row | None:
+        """Let the next waiting row in and return it; None when there is none, or no memory for it yet."""
+        row = self._next()
+        if row is None:
+            return None
+        if not self._enter(row):
+            if self.running:
+                return None
+            row.sharing = False  # alone and without a chain it fits: that was checked before it was added
+            if not self._enter(row):
+                raise AssertionError(f"row {row.id} does not fit alone")
+        if self._waiting.pop(row.id, None) is None:
+            self._preempted.remove(row)
+        if self.prefixes is not None:
+            self.prefixes.served(row.chain)
+        self._admissions += 1
+        self.running.append(row)
+        return row
+
+    def _enter(self, row: Row) -> bool:
+        """Hang a row on its chain and reserve a slot for it; undone when there is no memory."""
+        chain = self.prefixes.chain(row) if self.prefixes is not None and row.sharing else ()
+        row.restart(chain)
+        if self.prefixes is not None:
+            self.prefixes.attach(chain)
+        fits = all(segment in self._shared or self._share(segment) for segment in chain)
+        fits = fits and self._reserve(row, len(row.tokens), self._expected(row))
+        if not fits:
+            self._detach(row)
+            row.restart()
+        return fits
+
+    # ---------------------------------------------------------------- memory
+
+    @staticmethod
+    def _expected(row: Row) -> int:
+        """Return the length to make a new slot for: all of the answer if it is short beside what is there, else a part."""
+        length = len(row.tokens)
+        return length + min(row.expected, max(64, length // 2))
+
+    def _reserve(self, row: Row, tokens: int, expected: int) -> bool:
+        while not self.layout.reserve(row, tokens, expected):
+            if not self._evict():
+                return False
+        return True
+
+    def _share(self, segment: Segment) -> bool:
+        while not self.layout.share(len(segment.tokens)):
+            if not self._evict():
+                return False
+        self._shared.add(segment)
+        return True
+
+    def _evict(self) -> bool:
+        """Drop the shared segment that was not used for the longest time; return whether there was one."""
+        segment = self.prefixes.oldest_unused() if self.prefixes is not None else None
+        if segment is None or self.prefixes is None:
+            return False
+        self.prefixes.drop(segment)
+        self._give_back(segment)
+        return True
+
+    def _detach(self, row: Row) -> None:
+        if self.prefixes is not None:
+            for segment in self.prefixes.detach(row.chain):
+                self._give_back(segment)
+
+    def _give_back(self, segment: Segment) -> None:
+        if segment in self._shared:
+            self._shared.remove(segment)
+            self.layout.share(-len(segment.tokens))
+            self._dropped.append(segment)
