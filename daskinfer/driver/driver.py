@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-import dask
-
 from daskinfer.cluster import Connection, check_workers, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
 from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.run import RunOptions, execute, with_seed
+from daskinfer.driver.settings import configured
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.engines import engine_class, engine_fields
 from daskinfer.errors import ConfigError, DaskinferError
@@ -98,9 +97,9 @@ class Driver:
             }
             self.spec = from_mapping(ModelSpec, {**fields, **engine_fields(engine)}, "Driver")
         self.params = params if isinstance(params, SamplingParams) else SamplingParams().updated(**(params or {}))
-        self.batch = batch or from_mapping(BatchPolicy, _configured("batch"))
-        self.retry = retry or from_mapping(RetryPolicy, _configured("retry"))
-        self.health = health or from_mapping(HealthPolicy, _configured("health"))
+        self.batch = batch or configured(BatchPolicy)
+        self.retry = retry or configured(RetryPolicy)
+        self.health = health or configured(HealthPolicy)
         self.requires = dict(requires or {})
         self.name = name or self.spec.model
         self._cluster, self._workers = cluster, workers
@@ -377,7 +376,3 @@ class Driver:
 
         if self._connection is not None:
             self._sync(closed)
-
-
-def _configured(section: str) -> Mapping[str, Any]:
-    return dask.config.get(f"daskinfer.{section}", default=None) or {}
