@@ -289,13 +289,9 @@ class BatchEngine(ABC):
         return None, outputs
 
     def _grow(self, longest: int) -> None:
-        for length_class, budget in list(self._budgets.items()):
-            if length_class == longest.bit_length():
-                grown = budget * 17 / 16
-                if grown >= self.size:
-                    del self._budgets[length_class]
-                else:
-                    self._budgets[length_class] = grown
+        budget = self._budgets.pop(longest.bit_length(), None)
+        if budget is not None and budget * 17 / 16 < self.size:
+            self._budgets[longest.bit_length()] = budget * 17 / 16
 
     def _result(self, request: Request, output: Any) -> Result:
         if isinstance(output, BaseException):

@@ -57,8 +57,8 @@ def make_tokenizer(
     *, pad: bool = True, bos: bool = False, eos: str | None = "</s>", template: str | None = None
 ) -> PreTrainedTokenizerFast:
     """A word-level tokenizer that claims no limit and pads on the wrong side, as many do; ``bos`` is put before text."""
-    backend = Tokenizer(WordLevel(VOCAB, unk_token="<unk>"))  # type: ignore[no-untyped-call]  # its stubs lack types
-    backend.pre_tokenizer = WhitespaceSplit()  # type: ignore[no-untyped-call]
+    backend = Tokenizer(WordLevel(VOCAB, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
     if bos:
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     made = PreTrainedTokenizerFast(
@@ -106,8 +106,9 @@ def make_model(folder: Path, kind: str = "llama", *, context: int = CONTEXT, see
         model = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4, n_positions=context))
     elif kind == "t5":
         t5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        t5["tie_word_embeddings"] = False
         sizes |= {"decoder_start_token_id": PAD, "initializer_factor": 3.0}
-        model = T5ForConditionalGeneration(T5Config(**sizes, **t5, tie_word_embeddings=False))
+        model = T5ForConditionalGeneration(T5Config(**sizes, **t5))
     else:
         raise ValueError(kind)
     torch.set_rng_state(state)
