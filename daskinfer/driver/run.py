@@ -149,10 +149,11 @@ class _Run:
         except JobInterruptedError:
             state = "interrupted"
             raise
+        except BaseException:
+            self._checkpoint.interrupt(time.time())
+            self._note_committed()
+            raise
         finally:
-            if state != "done":
-                self._checkpoint.interrupt(time.time())
-                self._note_committed()
             self._tell(RunEnded(time.monotonic(), state))
         return report_from(self._metrics.snapshot(), path=self._path, resumed=self._options.resume)
 

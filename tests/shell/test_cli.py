@@ -16,6 +16,7 @@ import pandas as pd
 import psutil
 import pytest
 
+from daskinfer.cli import main
 from daskinfer.testing import call_counts, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -69,7 +70,9 @@ def test_failed_rows_exit_4(rows: Path, tmp_path: Path, fault_dir: Path) -> None
     assert done.stderr == ""
 
 
-def test_wrong_settings_exit_2_and_wrong_input_exits_1(rows: Path, tmp_path: Path) -> None:
+def test_wrong_settings_exit_2_and_wrong_input_exits_1(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     for arguments, code, said in (
         ([*run_arguments(rows, out), "--temperature", "-1"], 2, "temperature=-1.0"),
@@ -79,10 +82,11 @@ def test_wrong_settings_exit_2_and_wrong_input_exits_1(rows: Path, tmp_path: Pat
         ([*run_arguments(rows, out), "--prompt", "{missing}"], 1, "missing"),
         ([*run_arguments(tmp_path / "absent.jsonl", out)], 1, "absent.jsonl"),
     ):
-        done = cli(*arguments)
-        assert done.returncode == code, (arguments, done.stderr)
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        monkeypatch.setattr(sys, "argv", ["daskinfer", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == code, arguments
+        assert said in capsys.readouterr().err
     assert not out.exists()
 
 

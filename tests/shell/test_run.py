@@ -123,7 +123,7 @@ def test_what_cannot_work_is_refused_before_any_load(cluster: LocalCluster, tmp_
         ({"columns": "text", "keep": [], "overwrite": True, "resume": True}, ConfigError, "contradict"),
     ):
         with pytest.raises(kind, match=said):
-            driver.run(source, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+            driver.run(source, tmp_path / "out", **wrong)
     with pytest.raises(SourceError, match=r"absent\.jsonl"):
         driver.run(tmp_path / "absent.jsonl", tmp_path / "out")
     with pytest.raises(Exception, match=r"in\.jsonl"):
