@@ -213,9 +213,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- memory
 
-    @staticmethod
-    def _expected(row: Row) -> int:
-        """Return the length to make a new slot for: all of the answer if it is short beside what is there, else a part."""
+    def _expected(self, row: Row) -> int:
+        """Return the length to make a new slot for, so that the row need not move soon; 0 where memory is scarce."""
+        if self.layout.allocated > self.layout.budget // 2:
+            return 0
         length = len(row.tokens)
         return length + min(row.expected, max(64, length // 2))
 
