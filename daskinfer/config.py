@@ -18,7 +18,7 @@ from daskinfer.errors import ConfigError, UnknownOptionError
 
 __all__ = ["BatchPolicy", "HealthPolicy", "ModelSpec", "RetryPolicy", "from_mapping"]
 
-TASKS = ("generate",)
+TASKS = ("generate", "embed", "classify", "score")
 ISOLATIONS = ("auto", "process", "thread")
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class ModelSpec:
     ----------
     model : str
         A local folder, a GGUF file, or a hub name.
-    task : {"generate"}
+    task : {"generate", "embed", "classify", "score"}
     engine : str
         "auto", a name from the entry point group ``daskinfer.engines``, or ``pkg.mod:Class``.
     revision : str or None

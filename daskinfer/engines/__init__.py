@@ -31,7 +31,9 @@ def engine_names() -> tuple[str, ...]:
 
 def resolve(spec: ModelSpec) -> str:
     """Return the name of the engine that will serve this specification, "auto" resolved."""
-    return "transformers" if spec.engine == "auto" else spec.engine
+    if spec.engine != "auto":
+        return spec.engine
+    return "transformers" if spec.task == "generate" else "encoder"
 
 
 def engine_class(spec: ModelSpec) -> type[Engine]:

@@ -119,7 +119,9 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
 
 
-def load_weights(folder: Path, spec: ModelSpec, kind: Any, device: torch.device) -> Any:
+def load_weights(
+    folder: Path, spec: ModelSpec, kind: Any, device: torch.device, *, unneeded: tuple[str, ...] = ()
+) -> Any:
     """Return a model of a folder in evaluation mode on a device.
 
     Never with ``device_map="auto"``: a worker of dask-cuda sees all GPUs, and the first of them is its own.
@@ -132,6 +134,8 @@ def load_weights(folder: Path, spec: ModelSpec, kind: Any, device: torch.device)
     kind : type
         An auto class of transformers, such as ``AutoModel``.
     device : torch.device
+    unneeded : tuple of str
+        Beginnings of the names of weights that may be missing, since the caller does not use what they compute.
 
     Raises
     ------
@@ -147,7 +151,7 @@ def load_weights(folder: Path, spec: ModelSpec, kind: Any, device: torch.device)
             weights_only=True,
             output_loading_info=True,
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith(unneeded))
     if missing:
         raise ConfigError(
             f"model={spec.model!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__} "
