@@ -50,7 +50,7 @@ test-slow: $(STAMP)
 	@$(PYTEST) -m "slow and not gpu" || test $$? -eq 5  # 5: there are none
 
 coverage: $(STAMP)
-	@$(PYTEST) -m "not slow and not gpu" tests/core tests/engines $(COVER)
+	@$(PYTEST) -m "not slow and not gpu" tests/core tests/engines/test_base.py $(COVER)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet
