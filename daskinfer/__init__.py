@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from daskinfer.version import __version__
 
 _HOME = {
     "Batch": "records",
@@ -48,6 +48,7 @@ __all__ = [
     "RunReport",
     "SamplingParams",
     "Usage",
+    "__version__",
 ]
 
 if TYPE_CHECKING:
@@ -65,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return list(__all__)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from daskinfer import __version__
 from daskinfer.config import HealthPolicy
 from daskinfer.errors import ConfigError, DaskinferError, JobInterruptedError
 from daskinfer.records import SamplingParams
+from daskinfer.version import __version__
 
 if TYPE_CHECKING:
     from daskinfer.report import RunReport
@@ -128,17 +128,11 @@ def demo(output: Path, limit: int | None, workers: int | None, *, quiet: bool) -
     """Ask a small language model for the capitals of 249 countries; run it again to see it resume."""
     from daskinfer.demo import countries, generation_model
 
-    source = countries()
-    options = {
-        "model": generation_model(),
-        "prompt": "Name the capital of {country}. Answer with the city only.",
-        "workers": workers,
-        "limit": limit,
-        "quiet": quiet,
-        "resume": output.exists(),
-        "max_new_tokens": 32,
-    }
-    report = _run(source, str(output), {**_defaults(run), **options})
+    arguments = [countries(), str(output), "--model", generation_model(), "--max-new-tokens", "32"]
+    arguments += ["--prompt", "Name the capital of {country}. Answer with the city only."]
+    arguments += ["--resume"] if output.exists() else []
+    options = {**run.make_context("run", arguments).params, "workers": workers, "limit": limit, "quiet": quiet}
+    report = _run(options.pop("source"), options.pop("sink"), options)
     _show_sample(output)
     _finish(report, as_json=False)
 
@@ -181,11 +175,6 @@ RUN_OPTIONS = (
 def _sampling(options: dict[str, Any]) -> SamplingParams:
     names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "truncate")
     return SamplingParams(**{name: options[name] for name in names if name in options})
-
-
-def _defaults(command: click.Command) -> dict[str, Any]:
-    context = click.Context(command)
-    return {p.name or "": p.get_default(context) for p in command.params if isinstance(p, click.Option)} | {"stop": ()}
 
 
 def _json_object(option: str, text: str | None) -> dict[str, Any]:

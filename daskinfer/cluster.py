@@ -22,9 +22,9 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
 
-from daskinfer import __version__
 from daskinfer.config import ModelSpec
 from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError
+from daskinfer.version import __version__
 
 __all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes"]
 
@@ -86,7 +86,7 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
     if cluster is None:
         made = local_cluster(workers, slots=slots)
         return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
-    scalable = cluster.cluster if isinstance(cluster, Client) else cluster
+    scalable: Any = cluster.cluster if isinstance(cluster, Client) else cluster
     if workers is not None and not isinstance(scalable, Cluster):
         raise ConfigError(
             f"workers={workers}: a bare scheduler address cannot be scaled; pass the cluster object, or start the workers "
@@ -255,9 +255,9 @@ def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on
     import psutil
 
     try:
-        import daskinfer
+        from daskinfer.version import __version__ as found
 
-        version = daskinfer.__version__
+        version: str | None = found
     except ImportError:
         version = None
     manager = dask_worker.memory_manager

@@ -47,7 +47,7 @@ class Leases:
 
     def expire(self, now: float) -> list[str]:
         """Drop the leases that ran out; return the models that nobody wants any more."""
-        unwanted = []
+        unwanted: list[str] = []
         for key, held in list(self._until.items()):
             expired = [lease for lease, until in held.items() if until <= now]
             unwanted.extend(key for lease in expired if self.release(key, lease))
