@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.run import RunOptions, execute, with_seed
 from daskinfer.driver.settings import configured
 from daskinfer.driver.stream import Stream, Turn
-from daskinfer.engines import engine_class, engine_fields
+from daskinfer.engines import engine_class, engine_fields, resolve
 from daskinfer.errors import ConfigError, DaskinferError
 from daskinfer.records import Event, Request, Result, SamplingParams, WorkerView
 from daskinfer.report import RunReport
@@ -89,7 +90,7 @@ class Driver:
             self.spec = model
         else:
             fields = {
-                "model": model,
+                "model": os.fspath(model),
                 "task": task,
                 "isolation": isolation,
                 "options": dict(engine_options or {}),
@@ -107,6 +108,7 @@ class Driver:
         self._dispatcher: Dispatcher | None = None
         if self.spec.engine_code is None:
             engine_class(self.spec)  # an engine that does not exist is said now
+            self.spec = replace(self.spec, engine=resolve(self.spec))  # what "auto" means may change with a release
 
     # ---------------------------------------------------------------- life
 
