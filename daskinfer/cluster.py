@@ -31,6 +31,9 @@ __all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_byt
 logger = logging.getLogger("daskinfer.cluster")
 
 IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+GGUF_GROWTH = 6.4
+"""float32 weights by the bytes of a GGUF file with 5 bits per weight, which is usual."""
+
 PAUSE_SHARE = 0.8
 """Share of its memory limit above which Dask pauses a worker."""
 
@@ -195,20 +198,23 @@ def visible_gpus() -> tuple[str, ...]:
 # ---------------------------------------------------------------- preflight
 
 
-def check_workers(connection: Connection, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+def check_workers(
+    connection: Connection, spec: ModelSpec, requires: Mapping[str, float] | None = None
+) -> dict[str, dict[str, Any]]:
     """Ask every worker what it is, and refuse a cluster that cannot do the job.
 
     Returns
     -------
     dict of str to dict
-        Worker address to ``version, python, nthreads, memory_limit, available, daemon``.
+        Worker address to ``version, python, host, nthreads, resources, gpus, memory_limit, used, available, daemon``.
 
     Raises
     ------
     VersionError
         Workers lack daskinfer or have another version of it.
     ResourceError
-        The model does not fit the workers' memory limits, with the figures and the setting to change.
+        The model does not fit the workers' memory, or no worker has the device or the resources that it needs; with the
+        figures and the setting to change.
     """
     found: dict[str, dict[str, Any]] = connection.client.run(_by_value(_describe), on_error="ignore")
     versions = {a: f["version"] for a, f in found.items() if f["version"] != __version__}
@@ -217,7 +223,22 @@ def check_workers(connection: Connection, spec: ModelSpec) -> dict[str, dict[str
     needed = model_bytes(spec)
     for address, facts in found.items():
         _check_memory(address, facts, spec, needed)
+    if found:
+        _check_devices(found, spec, requires or {})
     return found
+
+
+def _check_devices(found: Mapping[str, Mapping[str, Any]], spec: ModelSpec, requires: Mapping[str, float]) -> None:
+    offered = [facts["resources"] for facts in found.values()]
+    if not any(all(has.get(name, 0) >= amount for name, amount in requires.items()) for has in offered):
+        raise ResourceError(
+            f"requires={dict(requires)}: no worker offers that (they offer {offered[0] or 'no resources'}); start "
+            "workers with --resources, or leave requires out"
+        )
+    if spec.device.startswith("cuda") and not any(facts["gpus"] for facts in found.values()):
+        raise ResourceError(
+            f"device={spec.device!r}: no worker sees a GPU; use device='cpu' or 'auto', or workers on machines with GPUs"
+        )
 
 
 def _check_memory(address: str, facts: Mapping[str, Any], spec: ModelSpec, needed: int) -> None:
@@ -245,7 +266,8 @@ def model_bytes(spec: ModelSpec) -> int:
     """
     path = Path(spec.model)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    return sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files)
+    return round(size * GGUF_GROWTH) if path.suffix == ".gguf" else size
 
 
 def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on the workers
@@ -253,6 +275,7 @@ def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on
     import platform
 
     import psutil
+    from distributed.diagnostics import nvml
 
     try:
         from daskinfer.version import __version__ as found
@@ -266,6 +289,8 @@ def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on
         "python": platform.python_version(),
         "host": platform.node(),
         "nthreads": dask_worker.state.nthreads,
+        "resources": dict(dask_worker.state.total_resources),
+        "gpus": nvml.device_get_count(),
         "memory_limit": int(manager.memory_limit or 0),
         "used": psutil.Process().memory_info().rss,
         "available": psutil.virtual_memory().available,

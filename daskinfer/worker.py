@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 from distributed import Worker, get_worker
+from distributed.diagnostics import nvml
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskinfer.config import HealthPolicy, ModelSpec
@@ -160,12 +161,23 @@ class ModelWorker(WorkerPlugin):
             figures["ram_bytes"] = psutil.Process(pid).memory_info().rss
         except psutil.NoSuchProcess:
             figures["ram_bytes"] = 0
-        return figures
+        return {**figures, **gpu_figures()}
 
 
 def heartbeat_figures(worker: Worker) -> dict[str, dict[str, Any]]:
     """Return the figures of every model on this worker, by the key of its specification."""
     return {p.spec.key: p.figures() for p in worker.plugins.values() if isinstance(p, ModelWorker)}
+
+
+def gpu_figures() -> dict[str, Any]:
+    """Return memory and utilisation of the worker's GPU, through NVML; nothing where there is none."""
+    try:
+        if nvml.device_get_count() < 1:
+            return {}
+        now = nvml.real_time()
+    except Exception:  # noqa: BLE001 - drivers fail in many ways, and a heartbeat must not
+        return {}
+    return {"gpu_memory_bytes": now["memory-used"], "gpu_utilization": now["utilization"]}
 
 
 def compute_threads(nthreads: int, slots: int) -> int:

@@ -124,7 +124,7 @@ class Driver:
             return self
         self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
         try:
-            check_workers(self._connection, self.spec)
+            check_workers(self._connection, self.spec, self.requires)
             dispatcher = Dispatcher(
                 self._connection.client,
                 self.spec,

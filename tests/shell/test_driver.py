@@ -11,9 +11,10 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster
+from distributed.diagnostics import nvml
 
 import daskinfer.cluster
-from daskinfer.batching import Fleet
+from daskinfer import worker
 from daskinfer.cluster import local_cluster
 from daskinfer.config import BatchPolicy, HealthPolicy
 from daskinfer.driver import Driver
@@ -316,9 +317,30 @@ def test_c39_poison_rows_are_found_and_the_others_complete(cluster: LocalCluster
         assert 2 <= restarts <= 2 * (5 + 1)  # p · (log2(n) + 1) for n ≤ 32 suspects
 
 
-def test_the_fleet_counts_only_workers_that_can_run(cluster: LocalCluster) -> None:
-    with Driver(echo_spec(prefix="fleet "), cluster=cluster, health=QUICK, requires={"TPU": 1}) as driver:
-        with pytest.raises(NoWorkersError, match="ready within"):
-            driver.wait_until_ready(1.0)
-        assert {v.state for v in driver.workers()} <= {"excluded", "starting"}
-        assert driver._running._fleet == Fleet()
+def test_what_no_worker_has_is_said_at_start(cluster: LocalCluster) -> None:
+    with pytest.raises(ResourceError, match=r"requires=\{'TPU': 1\}.*--resources"):
+        Driver(echo_spec(), cluster=cluster, requires={"TPU": 1}).start()
+    with pytest.raises(ResourceError, match=r"device='cuda:0': no worker sees a GPU"):
+        Driver("echo", engine="echo", device="cuda:0", cluster=cluster).start()
+
+
+def test_only_workers_with_the_required_resource_get_the_model(echo_log: Path) -> None:
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, resources={"TPU": 1}, dashboard_address=":0") as made,
+        Driver(echo_spec(log=echo_log), cluster=made, health=QUICK, requires={"TPU": 1}) as driver,
+    ):
+        assert driver.generate(["x"])[0].ok  # on a worker with one thread, which gets what its slots need
+        made.worker_spec[1] = {**made.new_spec, "options": {**made.new_spec["options"], "resources": {}}}
+        made.sync(made._correct_state)
+        wait_until(lambda: sorted(v.state for v in driver.workers()) == ["excluded", "ready"])
+        assert all(r.ok for r in driver.generate(list(texts(50))))
+    assert len(loads(echo_log)) == 1
+
+
+def test_gpu_figures_are_reported_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker.gpu_figures() == {}
+    monkeypatch.setattr(nvml, "device_get_count", lambda: 1)
+    monkeypatch.setattr(nvml, "real_time", lambda: {"utilization": 7, "memory-used": 1 << 30})
+    assert worker.gpu_figures() == {"gpu_memory_bytes": 1 << 30, "gpu_utilization": 7}
+    monkeypatch.setattr(nvml, "real_time", lambda: 1 / 0)
+    assert worker.gpu_figures() == {}
