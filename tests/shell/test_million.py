@@ -1,0 +1,51 @@
+"""A long run in bounded memory; the million rows are in benchmarks/bench_million.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from daskinfer.driver import Driver
+from daskinfer.records import Event, RowsResolved
+from daskinfer.testing import echo_spec
+
+ROWS, MARK = 200_000, 50_000
+MOST_GROWTH = 150_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    """Complete, in input order across the files; the driver's process, scheduler included, stays small."""
+    source = tmp_path / "in.jsonl"
+    with source.open("w") as file:
+        for row in range(ROWS):
+            file.write(json.dumps({"id": f"{row:07}", "text": f"row {row}"}) + "\n")
+    me = psutil.Process()
+    done, at_mark, peak = 0, 0, 0
+
+    def watch(event: Event) -> None:
+        nonlocal done, at_mark, peak
+        if isinstance(event, RowsResolved):
+            done += event.completed + event.failed
+            if done >= MARK:
+                rss = me.memory_info().rss
+                at_mark = at_mark or rss
+                peak = max(peak, rss)
+
+    with Driver(echo_spec(capacity=2048), workers=2) as driver:
+        report = driver.run(source, tmp_path / "out", columns="text", keep=["id"], observers=[watch])
+    assert (report.completed, report.failed) == (ROWS, 0)
+    row = 0
+    for file_path in sorted((tmp_path / "out").glob("data-*.parquet")):
+        table = pq.read_table(file_path)
+        assert table["id"].to_pylist() == [f"{i:07}" for i in range(row, row + len(table))]
+        assert table["output"].to_pylist() == [f"<row {i}>" for i in range(row, row + len(table))]
+        row += len(table)
+    assert row == ROWS
+    assert peak - at_mark < MOST_GROWTH
