@@ -1,0 +1,334 @@
+"""Parts: what their names say, torn ones, many of them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daskinfer.checkpoint import CheckpointPolicy
+from daskinfer.checkpoint.layout import Layout, PartName, data_name, data_span, locate
+from daskinfer.checkpoint.parquetio import ids_of, is_whole, latest_of, positions_of, runs_of
+from daskinfer.checkpoint.parts import Parts
+from daskinfer.checkpoint.published import Published
+from daskinfer.errors import ConfigError, OutputError
+from daskinfer.records import Completed, Failed
+from daskinfer.storage import Intervals, open_source
+from daskinfer.storage.base import FILE_ROWS
+from tests.storage.harness import FaultyOps, Run, leftovers, opened, rows_of, visible
+
+SCHEMA = pa.schema([("a", pa.int64()), ("error", pa.string())])
+
+
+def source(rows: int = 30) -> Any:
+    return open_source([{"id": i} for i in range(rows)])
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.part"))
+
+
+def made(tmp_path: Path) -> tuple[Layout, Parts]:
+    layout = locate(tmp_path / "out")
+    layout.folder.mkdir(exist_ok=True)
+    return layout, Parts(layout, FaultyOps(), SCHEMA)
+
+
+def write(parts: Parts, ids: list[int], value: int = 0, error: str | None = None) -> None:
+    table = pa.table(
+        {"a": pa.array([value + i for i in ids], pa.int64()), "error": pa.array([error] * len(ids), pa.string())}
+    )
+    parts.write("0", np.array(ids), table)
+
+
+def half_done(tmp_path: Path) -> tuple[Path, set[int]]:
+    """Leave an output as a kill leaves it: some parts, nothing published."""
+    run, input_ = Run(seed=2, step_s=1.0), source()
+    checkpoint = opened(tmp_path / "out", input_, policy=CheckpointPolicy(chunk_rows=100, flush_s=1.0))
+    block = next(input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=30))
+    checkpoint.begin(block)
+    for at, batch in enumerate(([0, 1, 2, 3], [9, 5, 7], [12, 11, 10], [20, 29], [25])):
+        checkpoint.add([run.answer(row) for row in batch], 10.0 * at)
+        checkpoint.tick(10.0 * at + 5)
+    (tmp_path / "out/_lock").unlink()
+    return tmp_path / "out", set(run.seen)
+
+
+# ---------------------------------------------------------------- names
+
+
+@given(st.integers(0, 10**9 - 1), st.integers(0, 2**62), st.integers(0, 50), st.integers(1, 99))
+def test_names_say_what_they_mean(number: int, first: int, more: int, count: int) -> None:
+    name = PartName(number, first, first + more, count)
+    assert PartName.parse(str(name)) == name
+    assert name.is_contiguous == (count == more + 1)
+    assert data_span(data_name(first, first + more)) == (first, first + more)
+    assert data_name(first, first) < data_name(first + 1, first + 1)
+    for strange in (f"{name}.tmp", "data-1-2.parquet", "x"):
+        assert PartName.parse(strange) is None
+        assert data_span(strange) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), min_size=1, max_size=9))
+def test_positions_and_ids(pairs: list[tuple[int, int]]) -> None:
+    rows = Intervals((start, start + size) for start, size in pairs)
+    ids = np.array([i for start, stop in rows for i in range(start, stop)])
+    positions = np.arange(len(ids))
+    assert np.array_equal(ids_of(rows, positions), ids)
+    assert np.array_equal(positions_of(rows, ids), positions)
+    assert [tuple(pair) for pair in runs_of(ids).tolist()] == list(rows)
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_the_latest_of_each_id(ids: list[int]) -> None:
+    found = latest_of(np.array(ids, np.int64)).tolist()
+    last = {row: at for at, row in enumerate(ids)}
+    assert found == [last[row] for row in sorted(last)]
+
+
+# ---------------------------------------------------------------- contents
+
+
+def test_of_two_results_for_a_row_the_later_counts(tmp_path: Path) -> None:
+    _, parts = made(tmp_path)
+    write(parts, [1, 2, 3], error="x")
+    write(parts, [2], value=100)
+    write(parts, [5, 7])
+    loaded = parts.load(2, 6)
+    assert loaded.ids.tolist() == [2, 3, 5]
+    assert loaded.table.column("a").to_pylist() == [102, 3, 5]
+    assert list(parts.errors()) == [(1, 2), (3, 4)]
+    parts.settle(loaded, 2, 6)
+    assert len(parts_in(tmp_path)) == 2, "a part goes when all its rows are published"
+    parts.settle(parts.load(1, 1), 1, 1)
+    assert [PartName.parse(path.name) for path in parts_in(tmp_path)] == [PartName(2, 5, 7, 2)]
+
+
+def test_scanning_opens_no_contiguous_part_and_leaves_published_rows_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, parts = made(tmp_path)
+    for ids in ([0, 1, 2], [3, 4], [6, 8], [10, 11]):
+        write(parts, ids)
+    read: list[Path] = []
+    real = pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda path, **kw: read.append(path) or real(path, **kw))  # type: ignore[func-returns-value]
+    again = Parts(layout, FaultyOps(), SCHEMA)
+    assert list(again.scan(Intervals([(1, 5), (8, 9)]))) == [(0, 1), (6, 7), (10, 12)]
+    assert [path.name[:9] for path in read] == ["000000002"]
+    assert [path.name[:9] for path in parts_in(tmp_path)] == ["000000000", "000000002", "000000003"]
+    write(again, [20])
+    assert parts_in(tmp_path)[-1].name.startswith("000000004"), "numbers are not used again"
+
+
+def test_many_parts_are_found_quickly(tmp_path: Path) -> None:
+    layout, parts = made(tmp_path)
+    write(parts, [0, 1])
+    (first,) = parts_in(tmp_path)
+    for number in range(1, 2000):
+        (first.parent / str(PartName(number, 2 * number, 2 * number + 1, 2))).hardlink_to(first)
+    held = Parts(layout, FaultyOps(), SCHEMA).scan(Intervals())
+    assert list(held) == [(0, 4000)]
+
+
+# ---------------------------------------------------------------- torn files
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "nulls", "null tail", "short"])
+def test_c36_torn_parts_are_redone(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder, seen = half_done(tmp_path)
+    for at, part in enumerate(parts_in(folder)):
+        if at in (1, 2):
+            whole = part.read_bytes()
+            part.write_bytes(
+                {
+                    "empty": b"",
+                    "cut": whole[: len(whole) // 2],
+                    "nulls": b"\x00" * len(whole),
+                    "null tail": whole[:-100] + b"\x00" * 4096,
+                    "short": whole[:9],
+                }[damage]
+            )
+    with caplog.at_level(logging.WARNING), opened(folder, input_ := source(), resume=True) as checkpoint:
+        lost = seen - {row for row in seen if row in checkpoint.done}
+        assert lost == {5, 7, 9, 10, 11, 12}
+        assert caplog.text.count("is torn; it is deleted and its rows will be redone") == 2
+        again = Run()
+        again.drive(checkpoint, input_)
+    assert set(again.seen) == set(range(30)) - (seen - lost)
+    assert [row["id"] for row in rows_of(folder)] == list(range(30))
+    assert leftovers(folder) == []
+
+
+def test_c36_a_part_that_is_damaged_inside_is_set_aside_and_redone(tmp_path: Path) -> None:
+    folder, seen = half_done(tmp_path)
+    part = parts_in(folder)[0]
+    text = bytearray(part.read_bytes())
+    text[20:60] = b"\x55" * 40
+    part.write_bytes(text)
+    with opened(folder, input_ := source(), resume=True) as checkpoint:
+        assert {row for row in seen if row in checkpoint.done} == seen
+        with pytest.raises(OutputError, match=r"is damaged .* run again with resume=True \(--resume\): its 4 rows"):
+            Run().drive(checkpoint, input_)
+    with opened(folder, input_ := source(), resume=True) as checkpoint:
+        again = Run()
+        again.drive(checkpoint, input_)
+    assert set(again.seen) == {0, 1, 2, 3}
+    assert [row["id"] for row in rows_of(folder)] == list(range(30))
+    assert leftovers(folder) == []
+
+
+def test_c36_a_torn_published_chunk_is_set_aside_and_redone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path / "out", input_ := source()) as checkpoint:
+        Run().drive(checkpoint, input_)
+    path = sorted((tmp_path / "out").glob("data-*"))[1]
+    rows = pq.read_table(path, partitioning=None).column("id").to_pylist()
+    path.write_bytes(path.read_bytes()[:-10])
+    assert not is_whole(path)
+    with opened(tmp_path / "out", input_ := source(), resume=True) as checkpoint:
+        assert "set aside" in caplog.text
+        again = Run()
+        again.drive(checkpoint, input_)
+    assert sorted(again.seen) == rows
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == list(range(30))
+
+
+def test_temporary_files_of_a_crash_are_removed(tmp_path: Path) -> None:
+    folder, _ = half_done(tmp_path)
+    for name in ("_parts/manifest.tmp", "_parts/x/y.parquet.part.tmp", "data-0.parquet.tmp"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    with pytest.raises(OutputError, match="not daskinfer's"):
+        opened(folder, source(), resume=True)
+    (folder / "data-0.parquet.tmp").unlink()
+    with opened(folder, source(), resume=True):
+        assert not list(folder.rglob("*.tmp"))
+
+
+def test_parts_that_somebody_removed_are_missed(tmp_path: Path) -> None:
+    with opened(
+        tmp_path / "out", input_ := source(), policy=CheckpointPolicy(chunk_rows=100, flush_s=0.0)
+    ) as checkpoint:
+        checkpoint.begin(next(input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=30)))
+        checkpoint.add([Completed(row, "x") for row in range(20)], 5.0)
+        checkpoint.tick(10.0)
+        (part,) = parts_in(tmp_path)
+        part.unlink()
+        checkpoint.add([Completed(row, "x") for row in range(20, 30)], 6.0)
+        with pytest.raises(OutputError, match=r"is damaged \(FileNotFoundError"):
+            checkpoint.finish(11.0)
+
+
+def test_two_chunks_with_the_same_rows_are_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path / "out", input_ := source()) as checkpoint:
+        Run().drive(checkpoint, input_)
+    path = min((tmp_path / "out").glob("data-*"))
+    (tmp_path / "out" / data_name(3, 5)).write_bytes(path.read_bytes())
+    with pytest.raises(OutputError, match="holds rows that another file in its folder holds too"):
+        opened(tmp_path / "out", source(), resume=True)
+
+
+# ---------------------------------------------------------------- when what is written
+
+
+def test_when_results_go_to_disk(tmp_path: Path) -> None:
+    policy = CheckpointPolicy(chunk_rows=10, flush_s=2.0, flush_rows=5, chunk_s=1000.0)
+    input_ = source(100)
+    with opened(tmp_path / "out", input_, policy=policy, now=0.0) as checkpoint:
+        blocks = input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=10)
+        checkpoint.tick(100.0)
+        checkpoint.begin(next(blocks))
+        assert checkpoint.add([Completed(0, "x")], 101.0) == 0
+        assert checkpoint.tick(102.9) == 0
+        assert checkpoint.tick(103.0) == 1, "after flush_s"
+        assert checkpoint.add([Completed(row, "x") for row in range(1, 5)], 103.1) == 0
+        assert checkpoint.add([Completed(5, "x")], 103.2) == 5, "at flush_rows"
+        assert visible(tmp_path / "out") == []
+        assert checkpoint.add([Completed(row, "x") for row in range(6, 10)], 103.3) == 4, "a chunk is published at once"
+        assert len(visible(tmp_path / "out")) == 10
+        assert parts_in(tmp_path) == []
+        checkpoint.begin(next(blocks))
+        assert checkpoint.add([Completed(10, "x")], 104.0) == 0
+        assert checkpoint.tick(90.0) == 1, "a clock that went back does not keep results waiting"
+        checkpoint.interrupt(105.0)
+
+
+def test_a_young_run_writes_more_often(tmp_path: Path) -> None:
+    with opened(tmp_path / "out", input_ := source(), policy=CheckpointPolicy()) as checkpoint:
+        checkpoint.begin(next(input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=30)))
+        assert checkpoint.add([Completed(0, "x")], 1.0) == 0
+        assert checkpoint.tick(1.1) == 0
+        assert checkpoint.tick(1.21) == 1
+
+
+def test_chunks_are_closed_by_size_and_age(tmp_path: Path) -> None:
+    for at, (policy, counts) in enumerate(
+        (
+            (CheckpointPolicy(chunk_rows=7), [3]),
+            (CheckpointPolicy(chunk_bytes=79), [2, 3]),
+            (CheckpointPolicy(chunk_s=2.0), [2, 3]),
+            (CheckpointPolicy(), [1]),
+        )
+    ):
+        sink, input_ = tmp_path / f"out{at}", source()
+        with opened(sink, input_, policy=policy) as checkpoint:
+            Run(block_rows=5, batch_rows=5, in_flight=1, step_s=1.0).drive(checkpoint, input_)
+        assert len(list(sink.glob("data-*"))) in counts
+        assert [row["id"] for row in rows_of(sink)] == list(range(30))
+
+
+def test_an_interrupt_publishes_the_longest_runs_and_keeps_the_rest(tmp_path: Path) -> None:
+    policy = CheckpointPolicy(interrupt_files=2)
+    input_ = source()
+    with opened(tmp_path / "out", input_, policy=policy) as checkpoint:
+        checkpoint.begin(next(input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=30)))
+        done = [*range(10), 12, *range(15, 20), 25]
+        checkpoint.add([Completed(row, "x") if row % 2 else Failed(row, "k", "m") for row in done], 1.0)
+        assert checkpoint.interrupt(2.0) == len(done)
+    assert [row["id"] for row in visible(tmp_path / "out")] == [*range(10), *range(15, 20)]
+    with opened(tmp_path / "out", input_ := source(), policy=policy, resume=True) as checkpoint:
+        assert list(checkpoint.done) == [(0, 10), (12, 13), (15, 20), (25, 26)]
+        assert (checkpoint.rows_done, checkpoint.remaining) == (17, 13)
+        Run().drive(checkpoint, input_)
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == list(range(30))
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_memory_holds_unresolved_rows_only(tmp_path: Path) -> None:
+    input_ = source(2000)
+    with opened(tmp_path / "out", input_, policy=CheckpointPolicy(flush_s=0.0)) as checkpoint:
+        for block in input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=100):
+            checkpoint.begin(block)
+            checkpoint.add([Completed(row, "x") for row in block.ids if row % 100], float(block.ids[-1]))
+            checkpoint.tick(block.ids[-1] + 1.0)
+        assert checkpoint._ledger.held_rows == 20
+        checkpoint.interrupt(1e6)
+
+
+def test_policies_are_checked() -> None:
+    for wrong in ({"chunk_rows": 0}, {"flush_s": -1.0}, {"stale_s": 0.0}):
+        with pytest.raises(ConfigError, match="CheckpointPolicy"):
+            CheckpointPolicy(**wrong)
+
+
+def test_published_chunks_over_files_know_their_rows(tmp_path: Path) -> None:
+    layout, _ = made(tmp_path)
+    layout.parts.mkdir()
+    rows = Intervals([(5, 7), (FILE_ROWS, FILE_ROWS + 3)])
+    Published(layout, FaultyOps()).publish(
+        pa.table({"a": range(5), "error": pa.array(["x", None, None, None, "y"])}), rows
+    )
+    found = Published(layout, FaultyOps())
+    found.scan()
+    assert found.rows == rows
+    assert list(found.failed()) == [(5, 6), (FILE_ROWS + 2, FILE_ROWS + 3)]
+    assert found.file_of(FILE_ROWS) is found.files[0]
+    assert found.file_of(7) is None
+    assert (found.counts().rows, found.counts().failed) == (5, 2)
