@@ -16,8 +16,8 @@ import dask
 import pytest
 
 from daskinfer import errors, faults, window
-from daskinfer.config import HealthPolicy, RetryPolicy
-from daskinfer.engines import engine_names
+from daskinfer.config import HealthPolicy, ModelSpec, RetryPolicy
+from daskinfer.engines import engine_names, resolve
 from daskinfer.host import host
 from daskinfer.records import FailureKind
 
@@ -162,6 +162,7 @@ def test_the_engines_and_their_options() -> None:
     from daskinfer.engines.transformers import TransformersEngine
 
     assert set(table("docs/engines.md", "name", "what it is")) == set(engine_names())
+    assert f'`engine="auto"` is `{resolve(ModelSpec("any"))}`' in read("docs/engines.md")
     stated = [set(t) - {"option"} for t in tables("docs/engines.md") if "option" in t]
     assert stated == [set(TransformersEngine.options), {field.name for field in fields(Settings)}]
 
