@@ -86,6 +86,20 @@ def test_hub_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         find(ModelSpec("nobody/nothing"))
 
 
+def test_c50_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    _fake_hub(monkeypatch, folder, [None, None])
+    refusing = sys.modules["huggingface_hub"].snapshot_download
+
+    def too_many(name: str, *, local_files_only: bool, **_: Any) -> str:
+        if not local_files_only:
+            raise OSError("429 Too Many Requests")
+        return str(refusing(name, local_files_only=True))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", too_many)
+    with pytest.raises(ConfigError, match="the hub does not give it: OSError: 429"):
+        find(ModelSpec("org/name"))
+
+
 def _fake_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, local: list[Path | None]) -> list[bool]:
     """Stand in for the hub's client: ``local`` is what the host has on each local look-up; returns the calls."""
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -256,6 +256,29 @@ def test_c19_nothing_left_to_cut() -> None:
     assert refused(tight, words(5), truncate="left").row_kind == FailureKind.TOO_LONG
 
 
+def test_c19_a_cut_text_may_have_other_tokens() -> None:
+    tokenizer: Any = make_tokenizer(template=tiny.TEMPLATE)
+    decode = tokenizer.decode
+    tokenizer.decode = lambda part: f"{decode(part)} w1 w1"  # as where a word is cut in the middle
+    prompt = encode(PromptEncoder(tokenizer, 40, len(VOCAB)), words(100), truncate="right")
+    assert len(prompt.input) == 36
+    assert prompt.truncated == 103 - 36
+
+
+def test_c60_no_warning_about_the_tokenizers_own_limit() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 5
+    assert len(encode(PromptEncoder(tokenizer, 64, len(VOCAB)), words(20)).input) == 20
+    assert tokenizer.deprecation_warnings == {}
+
+
+def test_special_tokens_that_cannot_be_told_from_the_text() -> None:
+    tokenizer = make_tokenizer()
+    plain = tokenizer.encode
+    tokenizer.encode = lambda text, **how: plain(text, **how) if how else [BOS, EOS]
+    assert list(encode(PromptEncoder(tokenizer, 64, len(VOCAB)), "w1").input) == ids("w1")
+
+
 def test_origin_and_parameters_travel() -> None:
     params = SamplingParams(max_new_tokens=3, temperature=0.5, seed=9)
     prompt = chat().encode(Request(7, "w1", params, origin=42))

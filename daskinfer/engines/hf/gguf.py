@@ -123,8 +123,7 @@ def _model(path: Path) -> Any:
             quantization_config=GgufConfig(dequantize=True),
         )
     config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict(), assign=True)

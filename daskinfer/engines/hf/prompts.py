@@ -135,7 +135,8 @@ class PromptEncoder:
         return [*prefix, *ids, *self._suffix] if ids else []
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        # not verbose: it would warn of a text that is longer than the tokenizer's own idea of the limit
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def _added(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the tokenizer puts before and after a text."""
