@@ -81,6 +81,7 @@ class Checkpoint:
         retry_failed: bool = False,
         policy: CheckpointPolicy | None = None,
         ops: FileOps | None = None,
+        record: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Check that the run may write there, take the lock, and find out what is done.
 
@@ -109,6 +110,8 @@ class Checkpoint:
         policy : CheckpointPolicy, optional
         ops : FileOps, optional
             How files are written.
+        record : mapping, optional
+            JSON-able; the first run's is kept, and given to all that resume it as :attr:`record`.
 
         Raises
         ------
@@ -133,6 +136,7 @@ class Checkpoint:
             retry_failed=retry_failed,
             policy=policy or CheckpointPolicy(),
             ops=ops or FileOps(),
+            record=record or {},
         )
         return cls(opening.open(sink_path))
 
@@ -142,6 +146,11 @@ class Checkpoint:
     def schema(self) -> pa.Schema:
         """The columns of the output: kept ones, then added ones."""
         return self._opened.manifest.schema
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the run that began this output noted."""
+        return self._opened.manifest.record
 
     @property
     def keep(self) -> tuple[str, ...]:

@@ -56,6 +56,8 @@ class Manifest:
         The rows in a single file that is finished.
     versions : dict of str to str
         Of what wrote it last.
+    record : dict
+        What the first run noted for those that resume it, such as the seed it drew.
     """
 
     source: str
@@ -73,6 +75,7 @@ class Manifest:
     failed: int = 0
     done: Intervals | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- on disk
 

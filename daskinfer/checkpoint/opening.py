@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Opening:
     retry_failed: bool
     policy: CheckpointPolicy
     ops: FileOps
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, sink: str) -> Opened:
         """Do it."""
@@ -192,6 +193,7 @@ class Opening:
             fingerprints=[{"at": self.now, "values": plain_values(self.fingerprint)}],
             created=self.now,
             updated=self.now,
+            record=dict(self.record),
         )
 
 

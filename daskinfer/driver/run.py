@@ -101,6 +101,7 @@ def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunR
         overwrite=options.overwrite,
         force=options.force,
         retry_failed=options.retry_failed,
+        record={"seed": with_seed(options.params).seed},
     ) as checkpoint:
         return _Run(driver, opened, asked, checkpoint, os.fspath(sink), options).execute()
 
@@ -130,7 +131,8 @@ class _Run:
         self._options = options
         self._metrics = Metrics()
         self._rule = StopRule(options.max_failures)
-        self._params = with_seed(options.params)
+        drawn = checkpoint.record.get("seed") if options.params.seed is None else options.params.seed
+        self._params = with_seed(options.params.updated(seed=drawn))
         self._left = _rows_left(options, checkpoint)
         blocks = source.blocks(asked.columns, checkpoint.keep, skip=checkpoint.done, rows=BLOCK_ROWS)
         self._blocks: Iterator[Block] = iter(blocks)

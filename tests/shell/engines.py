@@ -49,3 +49,13 @@ class HelperEngine(BatchEngine):
     def infer(self, requests: Sequence[Request]) -> Sequence[str]:
         time.sleep(60)
         return ["" for _ in requests]
+
+
+class SeedEngine(BatchEngine):
+    """Answers with the run's seed."""
+
+    def load(self) -> None:
+        pass
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[str]:
+        return [str(request.params.seed) for request in requests]

@@ -253,3 +253,17 @@ def test_parquet_types_are_kept(cluster: LocalCluster, tmp_path: Path) -> None:
     written = pq.read_table(tmp_path / "out")
     assert written.select(table.column_names).schema.equals(table.schema)
     assert written.select(table.column_names).to_pylist() == table.to_pylist()
+
+
+def test_c17_a_seed_that_was_drawn_is_kept_when_the_run_is_resumed(cluster: LocalCluster, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": f"row {i}"} for i in range(10)])
+    engine = "tests.shell.engines:SeedEngine"
+    with Driver("seed", engine=engine, cluster=cluster, health=QUICK) as driver:
+        driver.run(source, tmp_path / "out", limit=5)
+        driver.run(source, tmp_path / "out", resume=True)
+        driver.run(source, tmp_path / "other")
+        driver.run(source, tmp_path / "given", params={"seed": 7})
+    [seed] = set(pd.read_parquet(tmp_path / "out")["output"])
+    assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["record"] == {"seed": int(seed)}
+    assert set(pd.read_parquet(tmp_path / "other")["output"]) != {seed}
+    assert set(pd.read_parquet(tmp_path / "given")["output"]) == {"7"}
