@@ -42,8 +42,8 @@ def test_names_are_those_of_the_entry_points() -> None:
     assert {"echo", "transformers"} <= set(names)
 
 
-def test_auto_is_transformers() -> None:
-    assert resolve(ModelSpec("m")) == "transformers"
+def test_auto_is_lm_unless_the_model_is_known_to_need_another() -> None:
+    assert resolve(ModelSpec("m")) == "lm"
     assert resolve(ModelSpec("m", engine="echo")) == "echo"
 
 

@@ -56,6 +56,11 @@ def _transformers(kind: str) -> Callable[[Path], ModelSpec]:
     return spec
 
 
+def _lm(folder: Path) -> ModelSpec:
+    options = {"max_batch_rows": 5, "max_batch_tokens": 16, "slot_tokens": 8}
+    return ModelSpec(str(tiny.make(folder)), engine="lm", options=options)
+
+
 CASES = [
     Case(
         "toy",
@@ -68,6 +73,7 @@ CASES = [
         lambda folder: echo_spec(capacity=4, lengths=[1, 4, 2], oom_over=30, log=folder / "log"),
         bad=lambda i: Request(i, 3.5, SHORT),
     ),
+    Case("lm", _lm),
     Case("transformers", _transformers("llama")),
     Case("transformers-t5", _transformers("t5")),
 ]

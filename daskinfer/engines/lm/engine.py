@@ -27,7 +27,7 @@ from daskinfer.engines.lm.core import Core
 from daskinfer.engines.lm.linears import pack_linears
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.engines.lm.support import UnsupportedError, probe
-from daskinfer.errors import ConfigError, RowError
+from daskinfer.errors import RowError
 from daskinfer.records import EngineStats, FailureKind, Request, Result, SamplingParams
 
 __all__ = ["LMEngine"]
@@ -40,8 +40,8 @@ _FALLBACK_OPTIONS = ("max_batch_rows", "allow_pickle")
 class LMEngine:
     """Generates text; every row starts and ends by itself, and the engine is full as long as rows wait.
 
-    A model whose attention it cannot compute is refused at load; where the engine was not asked for by name
-    (``engine="auto"``), the engine "transformers" takes its place, which is logged.
+    For a model whose attention it cannot compute, the engine "transformers" takes its place at load; this is logged, and
+    stands in ``stats``.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class LMEngine:
     Raises
     ------
     UnknownOptionError, ConfigError
-        An option that does not exist, or is out of range.
+        An option that does not exist, or one that is out of range.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -61,6 +61,7 @@ class LMEngine:
         self._loaded: LanguageModel | None = None
         self._encoder: PromptEncoder | None = None
         self._other: Engine | None = None
+        self._reason = ""
         self._done: list[Result] = []
         self._prompt_tokens = self._completion_tokens = 0
 
@@ -70,7 +71,7 @@ class LMEngine:
         Raises
         ------
         ConfigError
-            The model cannot be loaded, or not be run by this engine.
+            The model cannot be loaded.
         """
         loaded = load_language_model(self.spec)
         try:
@@ -126,7 +127,8 @@ class LMEngine:
         that were served from shared prefixes, rows sent back for lack of memory and their tokens computed again.
         """
         if self._other is not None:
-            return self._other.stats()
+            stats = self._other.stats()
+            return replace(stats, extra={**stats.extra, "replaced_by": f"{_FALLBACK}: {self._reason}"})
         assert self._core is not None, "load comes first"
         core, scheduler, layout = self._core, self._core.scheduler, self._core.layout
         counts, prefixes = core.counts, scheduler.prefixes
@@ -197,12 +199,10 @@ class LMEngine:
         self._core.counts = dict.fromkeys(self._core.counts, 0)
 
     def _fall_back(self, reason: str) -> None:
-        if self.spec.engine != "auto":
-            raise ConfigError(
-                f"engine='lm' cannot run model={self.spec.model!r}: {reason}; use engine='transformers' (or 'auto')"
-            ) from None
+        """Let another engine do the work, and say so once."""
         _logger.warning("engine 'lm' cannot run %r: %s; using engine '%s'", self.spec.model, reason, _FALLBACK)
         options = {key: value for key, value in self.spec.options.items() if key in _FALLBACK_OPTIONS}
         spec = replace(self.spec, engine=_FALLBACK, options=options)
+        self._reason = reason
         self._other = engine_class(spec)(spec)
         self._other.load()

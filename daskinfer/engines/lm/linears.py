@@ -15,7 +15,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from daskinfer.engines.hf import LanguageModel
+from daskinfer.engines.lm.int8 import Int8Linear
 from daskinfer.engines.lm.settings import Settings
+from daskinfer.errors import ConfigError
 
 __all__ = ["PackedLinear", "pack_linears"]
 
@@ -73,41 +75,52 @@ class _Other(nn.Module):
 
 
 def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
-    """Replace a model's linear layers where that is faster: on a CPU, in float32."""
-    usable = torch.backends.mkldnn.is_available() and loaded.device.type == "cpu"  # type: ignore[no-untyped-call]
-    if not (settings.pack_weights and usable):
+    """Replace a model's linear layers where that is faster: on a CPU, in float32.
+
+    Raises
+    ------
+    ConfigError
+        8 bits were asked for elsewhere.
+    """
+    usable = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    usable = usable and loaded.device.type == "cpu" and loaded.model.dtype == torch.float32
+    if settings.int8 and not usable:
+        raise ConfigError("engine_options: int8=True needs a CPU with oneDNN, and dtype float32")
+    if not (usable and (settings.pack_weights or settings.int8)):
         return
+    head = loaded.model.get_output_embeddings()
     with torch.inference_mode():
-        _pack(loaded.model)
+        _replace(loaded.model, Int8Linear if settings.int8 else PackedLinear, head)
 
 
-def _pack(module: nn.Module) -> None:
+def _replace(module: nn.Module, kind: type[PackedLinear | Int8Linear], head: Any) -> None:
+    """Replace the linear layers below a module; the one that gives the scores stays in full precision."""
     for names in _FUSED:
         layers = [getattr(module, name, None) for name in names]
-        if all(_packable(layer) for layer in layers):
-            _fuse(module, names, layers)
+        if all(_replaceable(layer) for layer in layers):
+            _fuse(module, names, layers, kind)
     for name, child in list(module.named_children()):
-        if _packable(child):
-            setattr(module, name, PackedLinear(*_weight(child)))
+        if _replaceable(child):
+            setattr(module, name, (PackedLinear if child is head else kind)(*_weight(child)))
         elif not isinstance(child, _First | _Other):
-            _pack(child)
+            _replace(child, kind, head)
 
 
-def _packable(layer: Any) -> bool:
+def _replaceable(layer: Any) -> bool:
     # an exact type: a subclass may compute something else
-    return type(layer) in (nn.Linear, Conv1D) and layer.weight.dtype == torch.float32
+    return type(layer) in (nn.Linear, Conv1D)
 
 
 def _weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (layer.weight.t() if isinstance(layer, Conv1D) else layer.weight), layer.bias
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any]) -> None:
+def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any], kind: type[PackedLinear | Int8Linear]) -> None:
     weights, biases = zip(*map(_weight, layers), strict=True)
     if len({bias is None for bias in biases}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
         return
     bias = None if biases[0] is None else torch.cat(biases)
-    first = _First(PackedLinear(torch.cat(weights), bias), [weight.shape[0] for weight in weights])
+    first = _First(kind(torch.cat(weights), bias), [weight.shape[0] for weight in weights])
     setattr(module, names[0], first)
     for index, name in enumerate(names[1:], 1):
         setattr(module, name, _Other(first, index))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daskinfer.records import Request, SamplingParams
+from daskinfer.records import Request, Result, SamplingParams
 from tests.engines.lm import models
 from tests.engines.lm.models import SUPPORTED, drain, greedy, load, outputs, own_model, prompts, sampled, text
 
@@ -83,7 +83,7 @@ def test_rows_join_and_leave_at_any_step(slots: int, budget: int, model_folder: 
     engine = load(model_folder("llama"), max_batch_rows=slots, max_batch_tokens=budget, slot_tokens=8)
     rows = [Request(row, ids, SamplingParams(max_new_tokens=lengths(row) % 17 + 1)) for row, ids in PROMPTS.items()]
     expected = {r.id: text(greedy(model, r.input, r.params.max_new_tokens)) for r in rows}
-    found = {}
+    found: dict[int, Result] = {}
     gone = {3, 8, 9}
     for at in range(2_000):
         if at < len(rows):
@@ -113,21 +113,12 @@ def test_an_answer_does_not_depend_on_batch_mates(model_folder: Folders) -> None
 def test_what_it_cannot_compute_falls_to_another_engine(
     kind: str, model_folder: Folders, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from daskinfer.config import ModelSpec
-    from daskinfer.engines.lm import LMEngine
-    from daskinfer.errors import ConfigError
-
-    folder = str(model_folder(kind))
-    refused = LMEngine(ModelSpec(folder, engine="lm"))
-    with pytest.raises(ConfigError, match="engine='lm' cannot run .* use engine='transformers'"):
-        refused.load()
-    refused.close()
-    engine = LMEngine(ModelSpec(folder, engine="auto", options={"max_batch_tokens": 100, "max_batch_rows": 3}))
-    engine.load()
+    engine = load(model_folder(kind), max_batch_tokens=100, max_batch_rows=3)
     assert len([r for r in caplog.records if "using engine 'transformers'" in r.message]) == 1
     model = own_model(model_folder(kind))
     rows = [Request(row, ids, SamplingParams(max_new_tokens=4)) for row, ids in list(PROMPTS.items())[:5]]
     assert outputs(drain(engine, [rows])) == {r.id: text(greedy(model, r.input, 4)) for r in rows}
     assert engine.stats().capacity == 3
+    assert str(engine.stats().extra["replaced_by"]).startswith("transformers: ")
     engine.abort([1])
     engine.close()
