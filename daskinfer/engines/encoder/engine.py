@@ -10,10 +10,9 @@ Runs on: worker; ``output_type`` anywhere.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,15 +20,15 @@ import torch
 from daskinfer.config import ModelSpec
 from daskinfer.engines.base import BatchEngine
 from daskinfer.engines.encoder.int8 import quantised
-from daskinfer.engines.encoder.network import Network, load_network
+from daskinfer.engines.encoder.loading import load_parts
+from daskinfer.engines.encoder.network import Network
 from daskinfer.engines.encoder.options import EncoderOptions
 from daskinfer.engines.encoder.preparing import Preparer
-from daskinfer.engines.encoder.recipe import Recipe, folder_of, read_recipe
-from daskinfer.engines.encoder.rows import Row, Tokeniser, Tokens
+from daskinfer.engines.encoder.recipe import folder_of, read_recipe
+from daskinfer.engines.encoder.rows import Row, Tokens
 from daskinfer.engines.encoder.task import Task
 from daskinfer.engines.encoder.tasks import task_of
-from daskinfer.engines.hf import find, load_tokenizer, pick_device, quiet, release_device_memory, set_threads
-from daskinfer.errors import ConfigError
+from daskinfer.engines.hf import pick_device, quiet, release_device_memory, set_threads
 from daskinfer.records import EngineStats, Failed, Request, Result
 
 __all__ = ["EncoderEngine"]
@@ -39,6 +38,36 @@ _CHUNK = 128  # rows tokenised in one call
 _POOL = 8  # batches' worth of rows among which neighbours in length are looked for
 _LEAST_TOKENS = 256  # a batch is not made smaller than this to keep every lane busy
 _SAMPLES = ("one", "two words", "the five boxing wizards jump", "a b c d e f g h i j k l m n", "red green")
+
+
+@dataclass(eq=False)
+class _Held:
+    """Rows on their way through a thread, and those of them that nobody wants any more."""
+
+    ids: tuple[int, ...]
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def wanted(self) -> int:
+        return len(self.ids) - len(self.gone)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        self.gone.update(set(ids).intersection(self.ids))
+
+
+@dataclass(eq=False)
+class _Chunk(_Held):
+    """Rows that are being tokenised."""
+
+    future: Future[list[Row | Failed]] = field(kw_only=True)
+
+
+@dataclass(eq=False)
+class _Batch(_Held):
+    """Rows in a lane."""
+
+    longest: int = field(kw_only=True)
+    rows: list[Row] = field(kw_only=True)
 
 
 class EncoderEngine(BatchEngine):
@@ -70,9 +99,8 @@ class EncoderEngine(BatchEngine):
         self._threads_before: int | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._tokenising: ThreadPoolExecutor | None = None
-        self._pending: deque[tuple[tuple[int, ...], Future[list[Row | Failed]]]] = deque()
-        self._running: dict[Future[_Outcome], tuple[int, list[Request]]] = {}
-        self._gone: set[int] = set()
+        self._pending: deque[_Chunk] = deque()
+        self._running: dict[Future[_Outcome], _Batch] = {}
         self._extra: dict[str, Any] = {}
 
     @classmethod
@@ -97,51 +125,16 @@ class EncoderEngine(BatchEngine):
         set_threads(self.spec)
         device = pick_device(self.spec.device)
         with quiet():
-            folder, recipe = self._folder()
-            task = task_of(self.spec, self.options, recipe)
-            inner = folder / recipe.path
-            tokenizer = load_tokenizer(inner, self.spec)
-            network = load_network(inner, self.spec, task.head, tokenizer.pad_token_id, device)
-            task.ready(folder, device)
-        tokeniser = Tokeniser(
-            tokenizer,
-            self._longest(network, tokenizer, recipe),
-            network.vocab_size,
-            prefix=task.prefix,
-            pool_prefix=recipe.include_prompt,
-            lower_case=recipe.lower_case,
-            places=task.head == "token",
-        )
+            network, task, tokeniser = load_parts(self.spec, self.options, device)
         self._network, self._task, self._preparer = network, task, Preparer(tokeniser, task)
         self._size(device)
         samples = tokeniser.texts([(text, None) for text in _SAMPLES])
+        packed = self.options.packing and device.type == "cpu" and network.pack(samples)
+        self._extra = {"packed": packed, "lanes": self.lanes, "longest": tokeniser.limit or 0}
         if self.options.int8_weights:
             self._extra["int8_cosine"] = quantised(network, samples)
-        packed = self.options.packing and device.type == "cpu" and network.pack(samples)
-        self._extra |= {"packed": packed, "lanes": self.lanes, "longest": tokeniser.limit or 0}
         network(samples)
         network.padded_tokens = 0
-
-    def _folder(self) -> tuple[Path, Recipe]:
-        given = Path(self.spec.model).expanduser()
-        if given.is_dir():
-            recipe = read_recipe(folder_of(self.spec), self.spec.model)
-            find(replace(self.spec, model=str(given / recipe.path)))  # checks it
-            return given, recipe
-        folder = find(self.spec)
-        return folder, read_recipe(folder_of(replace(self.spec, model=str(folder))), self.spec.model)
-
-    def _longest(self, network: Network, tokenizer: Any, recipe: Recipe) -> int | None:
-        claimed = tokenizer.model_max_length
-        limits = [network.limit, claimed if claimed < 10**9 else None]  # many tokenizers claim 1e30
-        most = min((limit for limit in limits if limit), default=None)
-        wanted = self.options.max_tokens
-        if wanted is not None and network.limit is not None and wanted > network.limit:
-            raise ConfigError(
-                f"engine_options: max_tokens={wanted} is more than the {network.limit} positions of the model"
-            )
-        usual = recipe.max_tokens if self.spec.task == "embed" else None
-        return wanted or min((limit for limit in (most, usual) if limit), default=None)
 
     def _size(self, device: torch.device) -> None:
         on_cpu = device.type == "cpu"
@@ -162,7 +155,8 @@ class EncoderEngine(BatchEngine):
         assert self._preparer is not None
         for start in range(0, len(requests), _CHUNK):
             chunk = list(requests[start : start + _CHUNK])
-            self._pending.append((tuple(r.id for r in chunk), self._tokenising.submit(self._preparer, chunk)))
+            future = self._tokenising.submit(self._preparer, chunk)
+            self._pending.append(_Chunk(tuple(r.id for r in chunk), future=future))
 
     # ---------------------------------------------------------------- computing, in lanes
 
@@ -174,21 +168,21 @@ class EncoderEngine(BatchEngine):
             self._start()
         if not self._running:
             return results
-        self._count(sum(len(rows) for _, rows in self._running.values()), waiting=bool(self._waiting or self._pending))
+        running = sum(len(batch.ids) for batch in self._running.values())
+        self._count(running, waiting=bool(self._waiting or self._pending))
         done, _ = wait(self._running, return_when=FIRST_COMPLETED)
-        for future in sorted(done, key=list(self._running).index):
-            longest, rows = self._running.pop(future)
-            results += self._settled(longest, rows, future.result())
+        for future in [future for future in self._running if future in done]:
+            results += self._settled(self._running.pop(future), future.result())
         return results
 
     def _collect(self) -> None:
         """Take over tokenised rows, as many as a good choice of neighbours needs; the rest may still be on their way."""
         while self._pending and len(self._waiting) < _POOL * self.rows * self.lanes:
-            _, future = self._pending.popleft()
-            for row in future.result():
-                if row.id in self._gone:
-                    self._gone.discard(row.id)
-                elif isinstance(row, Failed):
+            chunk = self._pending.popleft()
+            for row in chunk.future.result():
+                if row.id in chunk.gone:
+                    continue
+                if isinstance(row, Failed):
                     self._refused.append(row)
                 else:
                     self._waiting[row.id] = row.tokens, row
@@ -201,25 +195,22 @@ class EncoderEngine(BatchEngine):
             self.size = min(self._most, max(_LEAST_TOKENS, -(-held // free)))
         chosen = self._choose()
         self.size = self._most
-        rows = [row for _, row in chosen]
+        rows = [row for _, row in chosen if isinstance(row, Row)]
         for row in rows:
             del self._waiting[row.id]
-        self._running[self._threads.submit(self._attempt, rows)] = max(tokens for tokens, _ in chosen), rows
+        batch = _Batch(tuple(row.id for row in rows), longest=max(tokens for tokens, _ in chosen), rows=rows)
+        self._running[self._threads.submit(self._attempt, list(rows))] = batch
 
-    def _settled(self, longest: int, rows: list[Request], outcome: _Outcome) -> list[Result]:
+    def _settled(self, batch: _Batch, outcome: _Outcome) -> list[Result]:
         """Return the results of a batch; one that failed is tried in parts."""
         error, outputs = outcome
         if error is None:
-            self._grow(longest)
-            results = [self._result(row, output) for row, output in zip(rows, outputs, strict=True)]
-        else:
-            alive = [row for row in rows if row.id not in self._gone]
-            self._waiting |= {row.id: (row.tokens, row) for row in alive if isinstance(row, Row)}
-            results = self._run(alive, longest) if alive else []
-        ids = {row.id for row in rows}
-        wanted = [result for result in results if result.id not in self._gone]
-        self._gone -= ids
-        return wanted
+            self._grow(batch.longest)
+            results = [self._result(row, output) for row, output in zip(batch.rows, outputs, strict=True)]
+            return [result for result in results if result.id not in batch.gone]
+        alive = [row for row in batch.rows if row.id not in batch.gone]
+        self._waiting |= {row.id: (row.tokens, row) for row in alive}
+        return self._run(list(alive), batch.longest) if alive else []
 
     def infer(self, requests: Sequence[Request]) -> Sequence[Any]:
         """Run rows through the model, in several passes where a row has many sequences."""
@@ -236,18 +227,17 @@ class EncoderEngine(BatchEngine):
     def abort(self, ids: Sequence[int]) -> None:
         """Forget rows; those in a lane are computed, and dropped."""
         super().abort(ids)
-        held = {row for chunk, _ in self._pending for row in chunk}
-        held |= {row.id for _, rows in self._running.values() for row in rows}
-        self._gone |= held.intersection(ids)
+        for held in (*self._pending, *self._running.values()):
+            held.abort(ids)
 
     def stats(self) -> EngineStats:
         """Return the counters; ``extra`` has the layout, the lanes and the longest row."""
         counted = super().stats()
-        pending = sum(len(ids) for ids, _ in self._pending)
+        pending = sum(chunk.wanted for chunk in self._pending)
         return replace(
             counted,
             capacity=self.rows * self.lanes,
-            running=sum(len(rows) for _, rows in self._running.values()),
+            running=sum(batch.wanted for batch in self._running.values()),
             waiting=counted.waiting + pending + len(self._refused),
             padded_tokens=self._network.padded_tokens if self._network is not None else 0,
             extra={**counted.extra, **self._extra},

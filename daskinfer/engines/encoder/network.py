@@ -53,7 +53,8 @@ def load_network(folder: Path, spec: ModelSpec, head: str, pad: int | None, devi
     kind = _HEADS.get(head, AutoModel)
     if head == "none":
         config = AutoConfig.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
-        kind = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
+        half = any(str(name).endswith("EncoderModel") for name in config.architectures or ())  # of a T5
+        kind = AutoModelForTextEncoding if config.is_encoder_decoder or half else AutoModel
     try:
         # a pooler takes no part in embeddings, and many checkpoints lack it
         model = load_weights(folder, spec, kind, device, unneeded=("pooler.",) if head == "none" else ())
