@@ -85,43 +85,8 @@ class Checkpoint:
     ) -> Checkpoint:
         """Check that the run may write there, take the lock, and find out what is done.
 
-        Parameters
-        ----------
-        sink_path : str
-            A folder, or a ``.jsonl``, ``.parquet``, ``.csv`` or ``.tsv`` file.
-        source : Source
-            Its files get the order of the earlier run, if there was one.
-        fingerprint : mapping
-            What decides the output of a row; JSON-able.
-        now : float
-            Unix time, as for all ``now`` here.
-        keep : sequence of str, optional
-            Input columns in the output; all of them if not given.
-        output_column, output_type : str
-            Name and type of the output, see :func:`daskinfer.storage.outputs.arrow_type`.
-        resume : bool
-            Go on with what is there; start if there is nothing.
-        overwrite : bool
-            Delete what a run of ours left there.
-        force : bool
-            Resume with another fingerprint; both are recorded.
-        retry_failed : bool
-            Run the failed rows again; only them, unless ``resume`` is set too.
-        policy : CheckpointPolicy, optional
-        ops : FileOps, optional
-            How files are written.
-        record : mapping, optional
-            JSON-able; the first run's is kept, and given to all that resume it as :attr:`record`.
-
-        Raises
-        ------
-        ConfigError
-            Settings that contradict each other.
-        MissingColumnError, SourceError
-            A kept column that the input does not have, or input that cannot be read.
-        OutputError
-            Its subclasses say why not: OutputClashError, OutputExistsError, OutputLockedError, FingerprintError,
-            SourceChangedError. The output is left as it was.
+        ``sink_path`` is a folder, or a ``.jsonl``, ``.parquet``, ``.csv`` or ``.tsv`` file. The keywords are described at
+        :class:`~daskinfer.checkpoint.opening.Opening`; so are the errors, all of which leave the output as it was.
         """
         opening = Opening(
             source=source,
@@ -231,25 +196,21 @@ class Checkpoint:
         left = sum(chunk.left for chunk in chunking.chunks)
         if left:
             raise ValueError(f"{left} registered rows have no result; interrupt() is for runs that stop early")
-        if complete and not opened.only_failed:
+        is_all = complete and not opened.only_failed
+        if is_all:
             chunking.pass_all(now)
         for chunk in list(chunking.chunks):
             if chunking.is_parked(chunk):
                 self._flush(chunk)
             else:
                 self._publish(chunk)
-        if opened.published.files:
-            opened.published.remove_nothing()
-        else:
-            opened.published.publish_nothing(opened.stored)
-        counts = opened.published.counts()
-        if opened.layout.is_file:
-            self._writer.assemble()
-        manifest.complete = manifest.complete or (complete and not opened.only_failed)
-        self._save(counts, in_file=manifest.complete and opened.layout.is_file)
+        counts = self._writer.complete()
+        manifest.complete = manifest.complete or is_all
+        is_in_file = manifest.complete and opened.layout.is_file
+        self._save(counts, in_file=is_in_file)
+        opened.is_settled = is_in_file
         if manifest.complete:
-            opened.is_settled = opened.layout.is_file
-            opened.clean(chunks=opened.layout.is_file)
+            opened.clean(chunks=is_in_file)
         return counts
 
     def interrupt(self, now: float) -> int:

@@ -35,7 +35,34 @@ __all__ = ["Opening"]
 
 @dataclass(frozen=True)
 class Opening:
-    """What a run asks of an output; see :meth:`daskinfer.checkpoint.Checkpoint.open`."""
+    """What a run asks of an output.
+
+    Parameters
+    ----------
+    source : Source
+        Its files get the order of the earlier run, if there was one.
+    fingerprint : mapping
+        What decides the output of a row; JSON-able.
+    now : float
+        Unix time, as for all ``now`` here.
+    keep : sequence of str or None
+        Input columns in the output; None: all of them.
+    output_column, output_type : str
+        Name and type of the output, see :func:`daskinfer.storage.outputs.arrow_type`.
+    resume : bool
+        Go on with what is there; start if there is nothing.
+    overwrite : bool
+        Delete what a run of ours left there.
+    force : bool
+        Resume with another fingerprint; both are recorded.
+    retry_failed : bool
+        Run the failed rows again; only them, unless ``resume`` is set too.
+    policy : CheckpointPolicy
+    ops : FileOps
+        How files are written.
+    record : mapping
+        JSON-able; the first run's is kept, and given to all that resume it as ``Checkpoint.record``.
+    """
 
     source: Source
     fingerprint: Mapping[str, Any]
@@ -52,7 +79,18 @@ class Opening:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, sink: str) -> Opened:
-        """Do it."""
+        """Take the output.
+
+        Raises
+        ------
+        ConfigError
+            Settings that contradict each other.
+        MissingColumnError, SourceError
+            A kept column that the input does not have, or input that cannot be read.
+        OutputError
+            Its subclasses say why not: OutputClashError, OutputExistsError, OutputLockedError, FingerprintError,
+            SourceChangedError. The output is left as it was.
+        """
         if self.overwrite and (self.resume or self.retry_failed):
             raise ConfigError("overwrite=True starts again, resume=True and retry_failed=True go on; give one of them")
         layout = locate(sink)
@@ -131,33 +169,24 @@ class Opening:
     # ---------------------------------------------------------------- the way in
 
     def _inside(self, layout: Layout, lock: Lock, output: OutputColumns) -> Opened:
-        try:
-            manifest = Manifest.load(layout.manifest)
-        except OutputError:
-            if not self.overwrite:
-                raise
-            manifest = None
-        goes_on = self._goes_on(layout, manifest)
-        if goes_on:
-            assert manifest is not None
-            manifest.check_source(self.source)
+        found = self._manifest(layout)
+        goes_on = self._goes_on(layout, found)
+        if goes_on and found is not None:
+            found.check_source(self.source)
         keep = list(self.source.columns if self.keep is None else self.keep)
         kept = self.source.schema(keep)
         schema = pa.schema([*kept, *output.fields])
         stored = as_stored(schema)
-        if goes_on:
-            assert manifest is not None
-            manifest.check_columns(layout.target, keep, (output.column, output.description), schema)
-            manifest.check_fingerprint(layout.target, self.fingerprint, self.now, force=self.force)
-        else:
-            manifest = self._new_manifest(output, keep, schema)
+        if goes_on and found is not None:
+            found.check_columns(layout.target, keep, (output.column, output.description), schema)
+            found.check_fingerprint(layout.target, self.fingerprint, self.now, force=self.force)
         added = pa.schema(list(stored)[len(keep) :])
         opened = Opened(
             layout=layout,
             ops=self.ops,
             policy=self.policy,
             lock=lock,
-            manifest=manifest,
+            manifest=found if goes_on and found is not None else self._new_manifest(output, keep, schema),
             source=self.source,
             output=output,
             kept_schema=kept,
@@ -169,17 +198,29 @@ class Opening:
             now=self.now,
             done=Intervals(),
         )
+        self._settle_in(opened, goes_on=goes_on)
+        return opened
+
+    def _settle_in(self, opened: Opened, *, goes_on: bool) -> None:
+        """Clear what is not wanted, find out what is done, and write the manifest: after this the output is ours."""
         try:
-            sweep(layout, self.ops)
-            if not goes_on:
-                wipe(layout, self.ops)
-                opened.remaining = self.source.total
-            else:
+            sweep(opened.layout, self.ops)
+            if goes_on:
                 recover(opened, resume=self.resume, retry_failed=self.retry_failed)
+            else:
+                wipe(opened.layout, self.ops)
+                opened.remaining = self.source.total
             opened.save()
         except OSError as error:
-            raise _unwritable(layout, error) from error
-        return opened
+            raise _unwritable(opened.layout, error) from error
+
+    def _manifest(self, layout: Layout) -> Manifest | None:
+        try:
+            return Manifest.load(layout.manifest)
+        except OutputError:
+            if self.overwrite:
+                return None
+            raise
 
     def _new_manifest(self, output: OutputColumns, keep: list[str], schema: pa.Schema) -> Manifest:
         return Manifest(

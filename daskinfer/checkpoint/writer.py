@@ -14,6 +14,7 @@ from daskinfer.checkpoint.ledger import Chunk, Fresh, Ledger
 from daskinfer.checkpoint.opened import Opened
 from daskinfer.checkpoint.parquetio import latest_of
 from daskinfer.checkpoint.parts import Loaded
+from daskinfer.checkpoint.published import Counts
 from daskinfer.errors import OutputError
 from daskinfer.storage.intervals import Intervals
 from daskinfer.storage.singlefile import write_single
@@ -43,6 +44,8 @@ class Writer:
         if chunk.target is not None:
             return self.renew(chunk)
         first, last = chunk.rows.first, chunk.rows.last
+        if first in self._published.rows:  # a call that was cut short by an interrupt had come that far
+            return self._ledger.settle(chunk)
         loaded = self._parts.load(first, last)
         ids, table = self._merged(chunk, loaded)
         self._write(ids, table, chunk.rows)
@@ -80,11 +83,17 @@ class Writer:
         self._retries.settle(loaded, first, last)
         return self._ledger.settle(chunk)
 
-    def assemble(self) -> None:
-        """Write the single file from the chunks."""
-        self._ops.make_folder(self._layout.parts)
-        with self._ops.writing(self._layout.target, self._layout.temporary(self._layout.target.name)) as file:
-            write_single(self._layout.kind, file, self._published.tables(), self._opened.stored)
+    def complete(self) -> Counts:
+        """Make what is published a whole: a file without rows if there are none, the single file if it is to be one."""
+        if self._published.files:
+            self._published.remove_nothing()
+        else:
+            self._published.publish_nothing(self._opened.stored)
+        if self._layout.is_file:
+            self._ops.make_folder(self._layout.parts)
+            with self._ops.writing(self._layout.target, self._layout.temporary(self._layout.target.name)) as file:
+                write_single(self._layout.kind, file, self._published.tables(), self._opened.stored)
+        return self._published.counts()
 
     # ---------------------------------------------------------------- how
 

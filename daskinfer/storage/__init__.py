@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,12 @@ def open_source(obj: Any, *, name: str | None = None) -> Source:
         from daskinfer.storage.frame import FrameSource
 
         return FrameSource(obj, name or "the DataFrame")
-    if isinstance(obj, bytes | Mapping) or kind.startswith("dask") or not isinstance(obj, Iterable):
+    other = isinstance(obj, bytes | Mapping | AbstractSet) or kind.startswith("dask") or hasattr(obj, "iter_rows")
+    if other or not isinstance(obj, Iterable):
         raise SourceError(
             name or "the input",
-            f"a {kind} is not rows; give a path, a pandas DataFrame, or an iterable of texts, conversations or mappings",
+            f"a {kind} is not rows; give a path, a pandas DataFrame (many kinds of tables have to_pandas()), "
+            "or an iterable of texts, conversations or mappings in a fixed order",
         )
     from daskinfer.storage.memory import RowsSource
 

@@ -301,6 +301,25 @@ def test_an_interrupt_publishes_the_longest_runs_and_keeps_the_rest(tmp_path: Pa
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("cut", ["settle", "_delete"])
+def test_an_interrupt_in_the_middle_of_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
+    input_ = source()
+    with opened(tmp_path / "out", input_, policy=CheckpointPolicy(chunk_rows=10, flush_s=0.0)) as checkpoint:
+        checkpoint.begin(next(input_.blocks([], checkpoint.keep, skip=checkpoint.done, rows=10)))
+        checkpoint.add([Completed(row, "x") for row in range(5)], 1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Parts, cut, lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.add([Completed(row, "x") for row in range(5, 10)], 2.0)
+        checkpoint.interrupt(3.0)
+    assert [row["id"] for row in visible(tmp_path / "out")] == list(range(10))
+    with opened(tmp_path / "out", input_ := source(), resume=True) as checkpoint:
+        assert list(checkpoint.done) == [(0, 10)]
+        Run().drive(checkpoint, input_)
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == list(range(30))
+    assert leftovers(tmp_path / "out") == []
+
+
 def test_memory_holds_unresolved_rows_only(tmp_path: Path) -> None:
     input_ = source(2000)
     with opened(tmp_path / "out", input_, policy=CheckpointPolicy(flush_s=0.0)) as checkpoint:

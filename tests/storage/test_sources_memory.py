@@ -222,9 +222,9 @@ def test_digest_tells_inputs_apart() -> None:
     assert open_source([object()]).digest == open_source([object()]).digest
 
 
-@pytest.mark.parametrize("given", [5, b"x", {"a": [1]}, None])
+@pytest.mark.parametrize("given", [5, b"x", {"a": [1]}, None, {"a", "b"}, pa.table({"a": [1]})])
 def test_what_is_not_rows_is_refused(given: Any) -> None:
-    with pytest.raises(SourceError, match=r"is not rows; give a path, a pandas DataFrame, or an iterable"):
+    with pytest.raises(SourceError, match=r"is not rows; give a path, a pandas DataFrame .*, or an iterable"):
         open_source(given)
 
 
