@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from daskinfer.config import HealthPolicy
+from daskinfer.config import HealthPolicy, replaced
 from daskinfer.errors import ConfigError, DaskinferError, JobInterruptedError
 from daskinfer.records import SamplingParams
 from daskinfer.version import __version__
@@ -31,7 +31,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 OK, ERROR, USAGE, ROWS_FAILED = 0, 1, 2, 4
 DEFAULTS = SamplingParams()
-HEALTH = HealthPolicy()
 
 
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -75,9 +74,7 @@ cluster_options = _options(
     click.option(
         "--step-timeout",
         type=float,
-        default=HEALTH.step_timeout_s,
-        show_default=True,
-        help="Seconds; then the engine hangs.",
+        help=f"Seconds after which an engine's step counts as hung; by default {HealthPolicy().step_timeout_s:g}.",
     ),
 )
 output_options = _options(
@@ -139,6 +136,7 @@ def demo(output: Path, limit: int | None, workers: int | None, *, quiet: bool) -
 
 def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
     from daskinfer.driver import Driver
+    from daskinfer.driver.settings import configured
     from daskinfer.progress import watcher
 
     driver = Driver(
@@ -148,7 +146,7 @@ def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
         params=_sampling(options),
         cluster=options["scheduler"],
         workers=options["workers"],
-        health=HealthPolicy(step_timeout_s=options["step_timeout"]),
+        health=replaced(configured(HealthPolicy), step_timeout_s=options["step_timeout"]),
         **{name: options[name] for name in ("revision", "dtype", "device", "trust_remote_code")},
     )
     keep = options["keep"]

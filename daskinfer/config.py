@@ -233,7 +233,7 @@ class HealthPolicy:
     engine_restarts : int
         Restarts in a row without a finished row after which a worker's engine counts as broken.
     heartbeat_timeout_s : float
-        A worker not heard of for longer is suspect.
+        A scheduler not heard of for longer is lost.
     poll_s : float
         How often the driver asks the scheduler for the workers' states; this also renews its lease.
     lease_grace_s : float

@@ -74,10 +74,10 @@ def test_children_are_added_and_a_process_that_ends_is_no_error(common: ModuleTy
         with common.RssSampler(interval_s=0.01) as alone, common.RssSampler(children=True, interval_s=0.01) as family:
             wait_until(lambda: len(alone.samples) > 2 and len(family.samples) > 2)
         assert family.peak_bytes > alone.peak_bytes
-        with common.RssSampler(child.pid, interval_s=0.01) as childs:
+        with common.RssSampler(child.pid, interval_s=0.01) as alone:
             child.kill()
             child.wait()
-        assert 0 < childs.peak_bytes < family.peak_bytes
+        assert 0 < alone.peak_bytes < family.peak_bytes
     finally:
         child.kill()
         child.communicate()

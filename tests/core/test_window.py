@@ -71,9 +71,7 @@ def faulted(batch: Batch, kind: FaultKind, *, suspects: tuple[int, ...] | None =
     slots=st.integers(1, 6),
     poison=st.sets(st.integers(0, 59), max_size=3),
 )
-def test_every_row_is_emitted_exactly_once(
-    seed: int, n: int, batch: int | None, slots: int, poison: set[int]
-) -> None:
+def test_every_row_is_emitted_exactly_once(seed: int, n: int, batch: int | None, slots: int, poison: set[int]) -> None:
     """Completions, row errors, partial reports, deaths, lost workers, holds, late and duplicate reports, in any order."""
     rng = random.Random(seed)
     made = Window("t", BatchPolicy(rows=batch, in_flight_bytes=rng.choice([1, 100, 1 << 20])), RetryPolicy(), seed=seed)
