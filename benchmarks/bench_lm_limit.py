@@ -1,0 +1,88 @@
+"""Claim: engine "lm" reaches at least 70 % of what the processor multiplies in float32; and where the rest goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from _common import Spread, arguments, write_result
+from _lm import loaded, parts, ragged, run
+from torch.profiler import ProfilerActivity, profile
+
+KINDS = {
+    "multiplication": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "onednn::qlinear_pointwise"),
+    "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
+    "cache": ("aten::index_copy_", "aten::copy_", "aten::fill_", "aten::zero_"),
+}
+
+
+def peak(threads: int) -> float:
+    """Return the best float32 GFLOP/s of a large multiplication."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(20 * threads):
+        begun = time.perf_counter()
+        torch.mm(a, b)
+        best = max(best, 2 * 1024**3 / (time.perf_counter() - begun) / 1e9)
+    return best
+
+
+def work(config: Any, tokens: int, scored: int) -> float:
+    """Return the GFLOP of the linear layers, for tokens read and tokens written."""
+    width, inner, heads, kv = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    head = width // heads
+    layer = width * head * (heads + 2 * kv) + width * heads * head + 3 * width * inner
+    return float(2 * (tokens * layer * config.num_hidden_layers + scored * width * config.vocab_size) / 1e9)
+
+
+def budget(engine: Any, rows: Any) -> dict[str, float]:
+    """Return the share of a run's time by kind of operation, by the profiler, which slows small operations down."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        begun = time.perf_counter()
+        run(engine, rows)
+        seconds = time.perf_counter() - begun
+    shares: dict[str, float] = defaultdict(float)
+    for event in profiled.key_averages():
+        kind = next((kind for kind, names in KINDS.items() if event.key in names), "other tensor operations")
+        shares[kind] += event.self_cpu_time_total / 1e6 / seconds
+    shares["python and waiting"] = 1 - sum(shares.values())
+    return {kind: round(share, 3) for kind, share in shares.items()}
+
+
+def main() -> None:
+    parser = arguments("Against the processor's limit.", rows=64, threads=2, profiled=8)
+    options = parser.parse_args()
+    engine = loaded(options.threads)
+    have = parts(engine)
+    rows = ragged(have.tokenizer, options.rows, options.seed)
+    run(engine, rows)
+    written = sum(n for _, n in rows)
+    gflop = work(have.model.config, sum(len(ids) for ids, _ in rows) + written, written)
+    seconds, peaks, shares = [], [], []
+    for _ in range(options.repeats):
+        before = peak(options.threads)
+        begun = time.perf_counter()
+        run(engine, rows)
+        seconds.append(time.perf_counter() - begun)
+        peaks.append(max(before, peak(options.threads)))
+        shares.append(gflop / seconds[-1] / peaks[-1])
+    results = {
+        "seconds": Spread.of(seconds),
+        "peak_gflops": Spread.of(peaks),
+        "gflop": round(gflop),
+        "share_of_limit": Spread.of(shares),
+        "output_tokens_per_s": Spread.of([written / s for s in seconds]),
+        "budget": budget(engine, rows[: options.profiled]) if options.profiled else {},
+    }
+    write_result("lm_limit", options, results)
+
+
+if __name__ == "__main__":
+    main()
