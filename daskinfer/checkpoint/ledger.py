@@ -34,10 +34,7 @@ class _Held:
     start: int  # the first id if all ids are adjacent, else -1
 
     def position(self, row: int) -> int:
-        """Return where a row is, or -1."""
-        if self.start >= 0:
-            at = row - self.start
-            return at if at < len(self.ids) else -1
+        """Return where a row is among ids with gaps, or -1."""
         at = bisect_left(self.ids, row)
         return at if at < len(self.ids) and self.ids[at] == row else -1
 
@@ -131,7 +128,12 @@ class Ledger:
             row = result.id
             at = bisect_right(firsts, row) - 1
             held = all_held[at] if at >= 0 else None
-            position = -1 if held is None else held.position(row)
+            if held is None:
+                position = -1
+            elif held.start >= 0:
+                position = row - held.start if row - held.start < len(held.taken) else -1
+            else:
+                position = held.position(row)
             if held is None or position < 0 or held.taken[position]:
                 if row > self._last:
                     raise ValueError(f"there is a result for row {row}, which was not registered")
@@ -174,15 +176,14 @@ class Ledger:
 
     def settle(self, chunk: Chunk) -> int:
         """Forget what is pending in a chunk, since it is on disk; return how many rows that were."""
-        touched = {id(held): held for held, _, _ in chunk.pending}
         count = len(chunk.pending)
+        touched = [held for held in self._held if held.chunk is chunk]
         chunk.size += chunk.pending_size
         chunk.pending, chunk.pending_size = [], 0
-        for held in touched.values():
+        for held in touched:
             if held.left and 2 * held.left <= len(held.ids):
                 _shrink(held)
-        if any(not held.left for held in touched.values()):
-            self._held = [held for held in self._held if held.left or held.chunk.pending]
+        self._held = [held for held in self._held if held.left or held.chunk is not chunk]
         self._firsts = [held.ids[0] for held in self._held]
         return count
 
@@ -220,7 +221,7 @@ def _start(ids: Sequence[int]) -> int:
 
 def _size(result: Result) -> int:
     """Return the rough number of bytes of a result."""
-    if not isinstance(result, Completed):
-        return 64 + len(result.message)
-    output = result.output
-    return 64 + (len(output) if isinstance(output, str) else int(getattr(output, "nbytes", 64)))
+    if isinstance(result, Completed):
+        output = result.output
+        return 64 + (len(output) if type(output) is str else int(getattr(output, "nbytes", 64)))
+    return 64 + len(result.message)

@@ -58,12 +58,13 @@ def as_stored(schema: pa.Schema) -> pa.Schema:
 
 
 def write_table(target: Path, temporary: Path, table: pa.Table, ops: FileOps, rows: Intervals | None = None) -> None:
-    """Write a table as a Parquet file, atomically; ``rows`` are its ids, kept in the file."""
+    """Write a table as a Parquet file, atomically; ``rows`` are its ids, kept in the file of a published chunk."""
     if rows is not None:
         text = json.dumps([list(pair) for pair in rows])
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ROWS_KEY: text.encode()})
     with ops.writing(target, temporary) as file:
-        pq.write_table(table, file, compression=COMPRESSION, write_page_checksum=True)
+        # a part is read once, soon: quick to write rather than small
+        pq.write_table(table, file, compression=COMPRESSION if rows is not None else "snappy", write_page_checksum=True)
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
