@@ -22,6 +22,7 @@ _HOME = {
     "EngineStats": "records",
     "Failed": "records",
     "HealthPolicy": "config",
+    "Job": "driver",
     "ModelSpec": "config",
     "Request": "records",
     "Result": "records",
@@ -29,6 +30,7 @@ _HOME = {
     "RunReport": "report",
     "SamplingParams": "records",
     "Usage": "records",
+    "WorkerManager": "driver",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "EngineStats",
     "Failed",
     "HealthPolicy",
+    "Job",
     "ModelSpec",
     "Request",
     "Result",
@@ -48,12 +51,13 @@ __all__ = [
     "RunReport",
     "SamplingParams",
     "Usage",
+    "WorkerManager",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
-    from daskinfer.driver import Driver
+    from daskinfer.driver import Driver, Job, WorkerManager
     from daskinfer.engines.base import BatchEngine, Engine
     from daskinfer.records import Batch, Completed, EngineStats, Failed, Request, Result, SamplingParams, Usage
     from daskinfer.report import RunReport

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,12 +122,20 @@ class Pending:
     """Rows that wait for a slot: highest priority first, then in order of arrival.
 
     Rows that come back for another attempt keep their first arrival, so that they go before newer rows.
+
+    Attributes
+    ----------
+    rows : int
+        How many wait.
+    by_priority : Counter of int
+        How many of each priority.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, deque[Request]]] = []
         self._pushed = 0
         self.rows = 0
+        self.by_priority: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return self.rows
@@ -138,6 +146,7 @@ class Pending:
             self._pushed += 1
             heapq.heappush(self._heap, (-priority, arrival, self._pushed, deque(requests)))
             self.rows += len(requests)
+            self.by_priority[priority] += len(requests)
 
     @property
     def head(self) -> Request | None:
@@ -180,12 +189,16 @@ class Pending:
             if block:
                 heapq.heappush(self._heap, (lowered, arrival + len(taken) - before, pushed, block))
         self.rows -= len(taken)
+        self.by_priority[-lowered] -= len(taken)
+        if not self.by_priority[-lowered]:
+            del self.by_priority[-lowered]
         return tuple(taken), used, first, -lowered
 
     def clear(self) -> list[Request]:
         """Remove and return everything."""
         left = [request for *_, block in sorted(self._heap, key=lambda e: e[:3]) for request in block]
         self._heap, self.rows = [], 0
+        self.by_priority.clear()
         return left
 
 

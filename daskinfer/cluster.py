@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from daskinfer.config import ModelSpec
 from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError
 from daskinfer.version import __version__
 
-__all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes"]
+__all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes", "scale"]
 
 logger = logging.getLogger("daskinfer.cluster")
 
@@ -155,7 +157,55 @@ def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_addre
     if count < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     cores = max(1, (psutil.cpu_count() or 1) // count)
-    config = {
+    with _worker_settings():
+        made = _Local(  # type: ignore[no-untyped-call]
+            n_workers=0, threads_per_worker=slots + cores, dashboard_address=_free(dashboard_address)
+        )
+    made.gpus = gpus
+    scale(made, count)
+    return made
+
+
+def _free(address: str) -> str:
+    """Return the address, or that of any free port when it is taken; Dask would warn, and leave a socket open."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(port)))
+    except OSError:
+        return f"{host}:0"
+    return address
+
+
+def scale(cluster: Cluster | None, n: int) -> None:
+    """Change the number of workers of a cluster.
+
+    Raises
+    ------
+    ConfigError
+        There is no cluster object, only a scheduler's address; or a number that cannot be.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ConfigError(f"scale({n!r}): must be a number of workers ≥ 0")
+    if cluster is None:
+        raise ConfigError(
+            f"scale({n}): a bare scheduler address cannot be scaled; give the driver the cluster object, or start and stop "
+            "the workers yourself"
+        )
+    if not isinstance(cluster, _Local):
+        cluster.scale(n)
+        return
+    with _worker_settings():
+        cluster.scale(n)  # type: ignore[no-untyped-call]
+        # scale() alone would start the workers after this block, without its settings.
+        cluster.sync(cluster._correct_state)  # type: ignore[no-untyped-call] # noqa: SLF001
+
+
+@contextmanager
+def _worker_settings() -> Iterator[None]:
+    """Start the workers of a cluster of ours in here."""
+    settings = {
         "distributed.worker.memory.target": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
@@ -165,16 +215,9 @@ def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_addre
         "distributed.scheduler.allowed-failures": 0,
     }
     before = os.environ.copy()
-    with dask.config.set(config):
-        made = _Local(  # type: ignore[no-untyped-call]
-            n_workers=0, threads_per_worker=slots + cores, dashboard_address=dashboard_address
-        )
-        made.gpus = gpus
-        made.scale(count)  # type: ignore[no-untyped-call]
-        # scale() alone would start the workers after this block, without its settings.
-        made.sync(made._correct_state)  # type: ignore[no-untyped-call] # noqa: SLF001
+    with dask.config.set(settings):
+        yield
     _restore(before)
-    return made
 
 
 def _restore(before: Mapping[str, str]) -> None:

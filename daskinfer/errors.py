@@ -30,6 +30,8 @@
     │   ├── TooManyFailuresError          more rows failed than the job allows
     │   ├── RowFailedError                a row failed and the caller asked for an exception
     │   └── JobInterruptedError           stopped on request; what was done is on disk
+    ├── NotRunningError (RuntimeError)    the driver was not started, or was stopped
+    ├── UnknownTaskError (KeyError, ValueError)  no task has this id
     └── RemoteError                       a foreign exception from another process, as text
 
 Every class pickles: fields go to ``Exception.__init__``, the text is made in ``__str__``. Foreign exceptions cross
@@ -56,6 +58,7 @@ __all__ = [
     "MissingColumnError",
     "ModelLoadError",
     "NoWorkersError",
+    "NotRunningError",
     "OutOfMemoryError",
     "OutputClashError",
     "OutputError",
@@ -71,6 +74,7 @@ __all__ = [
     "TooManyFailuresError",
     "TransientError",
     "UnknownOptionError",
+    "UnknownTaskError",
     "UntrustedModelError",
     "VersionError",
 ]
@@ -422,6 +426,31 @@ class JobInterruptedError(JobError):
     def __str__(self) -> str:
         where = f" in {self.path}" if self.path else ""
         return f"interrupted with {self.done} rows done{where}; run again with resume=True (--resume) to continue"
+
+
+class NotRunningError(DaskinferError, RuntimeError):
+    """The driver was not started, or was stopped."""
+
+
+class UnknownTaskError(DaskinferError, KeyError, ValueError):
+    """No task has this id: it was never given out, or its result is older than those that are kept.
+
+    Attributes
+    ----------
+    task_id : str
+    kept : int
+        How many finished results are kept.
+    """
+
+    def __init__(self, task_id: str, kept: int) -> None:
+        super().__init__(task_id, kept)
+        self.task_id, self.kept = task_id, kept
+
+    def __str__(self) -> str:
+        return (
+            f"there is no task {self.task_id!r}: submit_task gives the ids, and of the finished tasks only the last "
+            f"{self.kept} are kept"
+        )
 
 
 class RemoteError(DaskinferError):

@@ -117,6 +117,9 @@ class SamplingParams:
         Together with the row's id it seeds the row's own generator. None: drawn once per run and recorded.
     truncate : {None, "left", "right"}
         What to do with a prompt that leaves no room to generate: fail the row, or drop tokens from that side.
+    token_ids : bool
+        The output is a dict of ``text, input_ids, output_ids`` rather than the text alone. The output ids are those that
+        the model wrote, also the one that ended the row.
 
     Raises
     ------
@@ -136,6 +139,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     truncate: str | None = None
+    token_ids: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -160,6 +164,7 @@ class SamplingParams:
             ("stop_token_ids", all(_whole(t, 0) for t in self.stop_token_ids), "token ids ≥ 0"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("seed", self.seed is None or _whole(self.seed, 0), "None or a whole number ≥ 0"),
+            ("token_ids", isinstance(self.token_ids, bool), "True or False"),
             ("truncate", self.truncate in (None, "left", "right"), "None, 'left' or 'right'"),
         ):
             if not ok:

@@ -77,6 +77,7 @@ class DaskinferScheduler(SchedulerPlugin):
         scheduler.handlers["daskinfer_ready"] = self.ready
         scheduler.handlers["daskinfer_status"] = self.status
         scheduler.handlers["daskinfer_release"] = self.release
+        scheduler.handlers["daskinfer_balance"] = self.balance
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self._expiry = asyncio.create_task(self._expire())
@@ -118,7 +119,7 @@ class DaskinferScheduler(SchedulerPlugin):
         Returns
         -------
         list of dict
-            ``address, state, slots, capacity, error, status, silent_s, metrics``; state is one of ``starting, loading,
+            ``address, state, slots, capacity, error, status, metrics``; state is one of ``starting, loading,
             ready, restarting, failed, excluded``.
         """
         scheduler = self._scheduler
@@ -134,6 +135,17 @@ class DaskinferScheduler(SchedulerPlugin):
             return True
         return False
 
+    async def balance(self, key: str) -> None:
+        """Place tasks that wait for this model, and let idle workers take over batches that others have not begun."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        for worker in self._ready.get(key, set()) & set(scheduler.workers):
+            recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(scheduler.workers[worker])
+            scheduler.transitions(recommended, stimulus_id=f"daskinfer-balance-{monotonic()}")
+        stealing = scheduler.extensions.get("stealing")
+        if stealing is not None:
+            stealing.balance()
+
     # ---------------------------------------------------------------- how
 
     def _view(self, key: str, worker: WorkerState) -> dict[str, Any]:
@@ -144,14 +156,18 @@ class DaskinferScheduler(SchedulerPlugin):
             state = "ready"  # the heartbeat is older than the ready call
         return {
             "address": worker.address,
-            "name": str(worker.name),
             "state": state,
             "slots": int(worker.resources.get(f"{NAME}-{key}", 0)),
             "capacity": int(figures.get("capacity", 0)),
             "error": figures.get("error", ""),
             "status": worker.status.name,
-            "silent_s": max(0.0, _time() - worker.last_seen),
-            "metrics": figures,
+            "metrics": {
+                **figures,
+                "name": str(worker.name),
+                "silent_s": round(max(0.0, _time() - worker.last_seen), 3),
+                "worker_cpu_percent": worker.metrics.get("cpu"),
+                "worker_ram_bytes": worker.metrics.get("memory"),
+            },
         }
 
     async def _deploy_missing(self, key: str) -> None:

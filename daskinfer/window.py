@@ -200,6 +200,19 @@ class Window:
         return len(self._flying)
 
     @property
+    def useful_slots(self) -> dict[int, int]:
+        """Batches there would be in flight if it had all the slots it can use, by priority."""
+        useful: dict[int, int] = {}
+        for flight in self._flying.values():
+            useful[flight.batch.priority] = useful.get(flight.batch.priority, 0) + 1
+        for _, _, priority in self._probes:
+            useful[priority] = useful.get(priority, 0) + 1
+        rows = self._rows_per_batch()
+        for priority, waiting in self._pending.by_priority.items():
+            useful[priority] = useful.get(priority, 0) + -(-waiting // rows)
+        return useful
+
+    @property
     def wanted(self) -> int:
         """Rows the source should give now; 0 when enough wait."""
         if self._exhausted or self._cancelled or self._head is not None:

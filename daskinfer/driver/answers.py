@@ -15,6 +15,7 @@ from daskinfer.records import Failed, Input, Request, Result
 
 if TYPE_CHECKING:
     from daskinfer.driver.driver import Driver
+    from daskinfer.driver.stream import Stream
 
 __all__ = ["answers"]
 
@@ -24,7 +25,13 @@ PULL_S = 0.1
 
 
 def answers(
-    driver: Driver, prompts: Iterator[Any], make: Callable[[int, Input], Request], *, ordered: bool, priority: int
+    driver: Driver,
+    prompts: Iterator[Any],
+    make: Callable[[int, Input], Request],
+    *,
+    ordered: bool,
+    priority: int,
+    stream: Stream | None = None,
 ) -> Iterator[Result]:
     """Yield the result of each prompt; see :meth:`Driver.stream`.
 
@@ -36,8 +43,10 @@ def answers(
         From a position and a checked prompt to a request.
     ordered : bool
     priority : int
+    stream : Stream or None
+        One that was opened for this; it is closed at the end.
     """
-    stream = driver.open_stream(ordered=ordered, seed=0)
+    stream = stream or driver.open_stream(ordered=ordered, seed=0)
     refused: dict[int, Failed] = {}
     given = taken = 0
     wanted, exhausted = FIRST_ROWS, False

@@ -12,14 +12,15 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed import Client
 
 from daskinfer.batching import Fleet
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
+from daskinfer.driver.sharing import share_slots
 from daskinfer.driver.stream import Stream
-from daskinfer.errors import ClusterError, DaskinferError, ModelLoadError, NoWorkersError
+from daskinfer.errors import ClusterError, DaskinferError, ModelLoadError, NotRunningError, NoWorkersError
 from daskinfer.records import Event, Noted, WorkersSeen, WorkerView
 from daskinfer.scheduler_plugin import DaskinferScheduler
 from daskinfer.worker import ModelWorker
@@ -27,6 +28,8 @@ from daskinfer.worker import ModelWorker
 __all__ = ["Dispatcher"]
 
 logger = logging.getLogger("daskinfer.driver")
+
+S = TypeVar("S", bound=Stream)
 
 FAILED_GRACE_S = 3.0
 """How long all known workers may have failed before the job does: others may just be joining."""
@@ -67,6 +70,7 @@ class Dispatcher:
         self._requires = requires
         self._lease = uuid.uuid4().hex
         self._streams: list[Stream] = []
+        self._sharing = False
         self._fleet = Fleet()
         self._error: DaskinferError | None = None
         self._heard = self._served = time.monotonic()
@@ -87,6 +91,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """Give the lease back; the last one unloads the model."""
         for stream in list(self._streams):
+            stream.fail(NotRunningError("the driver was stopped"))  # a stream must not look as if it had ended
             stream.close()
         if self._poller is not None:
             self._poller.cancel()
@@ -115,7 +120,10 @@ class Dispatcher:
 
     def open(self, *, ordered: bool, seed: int) -> Stream:
         """Begin a stream of rows."""
-        stream = Stream(self, ordered=ordered, seed=seed)
+        return self.adopt(Stream(self, ordered=ordered, seed=seed))
+
+    def adopt(self, stream: S) -> S:
+        """Give a stream its share of the slots from now on."""
         self._streams.append(stream)
         self._share()
         return stream
@@ -132,19 +140,31 @@ class Dispatcher:
         for stream in list(self._streams):
             stream.fail(error)
 
+    def demand_changed(self) -> None:
+        """Share the slots again, since a stream can use more or fewer."""
+        if len(self._streams) > 1 and not self._sharing:
+            self._share()
+
     def _share(self) -> None:
-        """Divide the slots evenly; each stream has at least one while there are any."""
-        n = max(1, len(self._streams))
-        for i, stream in enumerate(self._streams):
-            slots = self._fleet.slots // n + (i < self._fleet.slots % n)
-            share = Fleet(self._fleet.workers, max(min(1, self._fleet.slots), slots), max(1, self._fleet.capacity // n))
-            stream.fleet_changed(share if self._fleet.slots else Fleet())
+        """Divide the slots among the streams, see :func:`share_slots`."""
+        fleet, streams = self._fleet, list(self._streams)
+        self._sharing = True  # streams that get slots use them, which changes what they can use
+        try:
+            for stream, slots in zip(streams, share_slots(fleet.slots, [s.useful_slots for s in streams]), strict=True):
+                capacity = max(1, fleet.capacity * slots // max(1, fleet.slots))
+                stream.fleet_changed(Fleet(fleet.workers, slots, capacity) if slots else Fleet())
+        finally:
+            self._sharing = False
 
     def _publish(self, event: Event) -> None:
         for stream in self._streams:
             stream.publish(event)
 
     # ---------------------------------------------------------------- the workers
+
+    async def refresh(self) -> None:
+        """Ask the scheduler for the workers now."""
+        await self._poll()
 
     async def _poll_for_ever(self) -> None:
         while True:

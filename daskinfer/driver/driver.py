@@ -6,33 +6,38 @@ Runs on: client.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 from daskinfer.cluster import Connection, check_workers, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
 from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
+from daskinfer.driver.jobs import Job
+from daskinfer.driver.perrow import request_maker
 from daskinfer.driver.run import RunOptions, execute, with_seed
+from daskinfer.driver.service import Service
 from daskinfer.driver.settings import configured
-from daskinfer.driver.stream import Stream, Turn
+from daskinfer.driver.sketch import Plan, translated
+from daskinfer.driver.tasks import Tasks
 from daskinfer.engines import engine_class, engine_fields, resolve
-from daskinfer.errors import ConfigError, DaskinferError
-from daskinfer.records import Event, Request, Result, SamplingParams, WorkerView
+from daskinfer.errors import ConfigError, ResourceError
+from daskinfer.records import Event, Input, Request, Result, SamplingParams, WorkerView
 from daskinfer.report import RunReport
 
 __all__ = ["Driver"]
 
 
-class Driver:
+class Driver(Service):
     """Puts a model on every worker of a Dask cluster and sends rows through it.
 
     Parameters
     ----------
-    model : str or ModelSpec
-        A local folder, a GGUF file, a hub name; or the whole specification.
+    model : str, ModelSpec or dict
+        A local folder, a GGUF file, a hub name; or the whole specification; or a configuration by the names of
+        :mod:`daskinfer.driver.sketch`, for which the other arguments count where it says nothing.
     task : {"generate"}
     engine : str or class
         "auto", the name of a registered engine, ``pkg.mod:Class``, or an engine class of your own.
@@ -70,7 +75,7 @@ class Driver:
 
     def __init__(  # noqa: PLR0913 - the one place where everything can be said
         self,
-        model: str | os.PathLike[str] | ModelSpec,
+        model: str | os.PathLike[str] | ModelSpec | Mapping[str, Any],
         *,
         task: str = "generate",
         engine: str | type = "auto",
@@ -86,6 +91,15 @@ class Driver:
         name: str | None = None,
         **spec: Any,
     ) -> None:
+        self.batch = batch or configured(BatchPolicy)
+        self.retry = retry or configured(RetryPolicy)
+        self.health = health or configured(HealthPolicy)
+        self._plan: Plan | None = None
+        if isinstance(model, Mapping):
+            self._plan = plan = translated(model, self.batch, self.health)
+            model, self.batch, self.health, spec = plan.model, plan.batch, plan.health, {**plan.spec, **spec}
+            cluster = plan.cluster if cluster is None else cluster
+            workers = plan.workers if workers is None else workers
         if isinstance(model, ModelSpec):
             self.spec = model
         else:
@@ -98,14 +112,13 @@ class Driver:
             }
             self.spec = from_mapping(ModelSpec, {**fields, **engine_fields(engine)}, "Driver")
         self.params = params if isinstance(params, SamplingParams) else SamplingParams().updated(**(params or {}))
-        self.batch = batch or configured(BatchPolicy)
-        self.retry = retry or configured(RetryPolicy)
-        self.health = health or configured(HealthPolicy)
         self.requires = dict(requires or {})
         self.name = name or self.spec.model
         self._cluster, self._workers = cluster, workers
         self._connection: Connection | None = None
         self._dispatcher: Dispatcher | None = None
+        self._tasks: Tasks | None = None
+        self._lock = threading.RLock()
         if self.spec.engine_code is None:
             engine_class(self.spec)  # an engine that does not exist is said now
             self.spec = replace(self.spec, engine=resolve(self.spec))  # what "auto" means may change with a release
@@ -120,8 +133,12 @@ class Driver:
         ClusterError
             No scheduler, workers without daskinfer or with another version, too little memory.
         """
-        if self._dispatcher is not None:
-            return self
+        with self._lock:
+            if self._dispatcher is None:
+                self._dispatcher = self._begin()
+        return self
+
+    def _begin(self) -> Dispatcher:
         self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
         try:
             check_workers(self._connection, self.spec, self.requires)
@@ -135,21 +152,26 @@ class Driver:
                 self._connection.expected,
             )
             self._sync(dispatcher.start)
-        except BaseException:
+        except BaseException as error:
             self._connection.close()
             self._connection = None
+            if isinstance(error, ResourceError) and self._plan is not None:
+                raise ResourceError(f"{error}{self._plan.hint}") from None
             raise
-        self._dispatcher = dispatcher
-        return self
+        return dispatcher
 
     def stop(self) -> None:
         """Let go of the model and close what was opened here; does nothing when it has been done."""
-        dispatcher, self._dispatcher = self._dispatcher, None
-        if dispatcher is not None:
-            self._sync(dispatcher.stop)
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        with self._lock:
+            dispatcher, self._dispatcher = self._dispatcher, None
+            tasks, self._tasks = self._tasks, None
+            if dispatcher is not None:
+                self._sync(dispatcher.stop)
+            if tasks is not None:
+                tasks.close()
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -184,16 +206,6 @@ class Driver:
         """Return what is known of each worker."""
         return self._running.views if self._dispatcher else ()
 
-    @property
-    def _running(self) -> Dispatcher:
-        if self._dispatcher is None:
-            raise DaskinferError("the driver is not running: call start(), or use it in a with statement")
-        return self._dispatcher
-
-    def _sync(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._connection is not None
-        return self._connection.client.sync(function, *args, asynchronous=False, **kwargs)
-
     # ---------------------------------------------------------------- rows in, results out
 
     def generate(
@@ -210,7 +222,7 @@ class Driver:
         system : str or None
             System message for texts.
         **params
-            Changes to the driver's sampling parameters, such as ``max_new_tokens=64``.
+            Changes to the driver's sampling parameters, such as ``max_new_tokens=64``; a list has a value for each prompt.
 
         Returns
         -------
@@ -246,11 +258,22 @@ class Driver:
         ------
         Result
         """
+        make = self._maker(prompts, params, raw=raw, system=system)
+        return answers(self, iter(prompts), make, ordered=ordered, priority=priority)
+
+    def _maker(
+        self, prompts: Iterable[Any], params: Mapping[str, Any], *, raw: bool, system: str | None
+    ) -> Callable[[int, Input], Request]:
         if isinstance(prompts, str | bytes | Mapping):
             raise ConfigError(f"prompts must be an iterable of prompts, not one {type(prompts).__name__}")
-        sampling = with_seed(self.params.updated(**params))
-        make = partial(Request, params=sampling, raw=raw, system=system)
-        return answers(self, iter(prompts), make, ordered=ordered, priority=priority)
+        return request_maker(prompts, with_seed(self.params), params, raw=raw, system=system)
+
+    def _job(
+        self, prompts: Iterable[Any], priority: int, params: Mapping[str, Any], *, raw: bool, system: str | None
+    ) -> Job:
+        make = self._maker(prompts, params, raw=raw, system=system)
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        return Job(self, iter(prompts), make, priority=priority, total=total)
 
     def run(  # noqa: PLR0913 - a run has this much to say
         self,
@@ -345,36 +368,3 @@ class Driver:
             observers=observers,
         )
         return execute(self, source, sink, options)
-
-    # ---------------------------------------------------------------- for run(), the accessors and the command line
-
-    def open_stream(self, *, ordered: bool, seed: int) -> Stream:
-        """Begin a stream, starting the driver when that has not been done."""
-        self.start()
-        dispatcher = self._running
-
-        async def opened() -> Stream:
-            return dispatcher.open(ordered=ordered, seed=seed)
-
-        return self._sync(opened)  # type: ignore[no-any-return]
-
-    def turn(self, stream: Stream, offer: list[Request], **kwargs: Any) -> Turn:
-        """Take a turn on a stream; see :meth:`Stream.turn`."""
-        return self._sync(stream.turn, offer, **kwargs)  # type: ignore[no-any-return]
-
-    def cancel_stream(self, stream: Stream, *, release: bool) -> None:
-        """Submit no more of a stream; with ``release`` also let go of what is in flight."""
-
-        async def cancelled() -> None:
-            stream.cancel(release=release)
-
-        self._sync(cancelled)
-
-    def close_stream(self, stream: Stream) -> None:
-        """Let go of a stream; does nothing when the driver has been stopped."""
-
-        async def closed() -> None:
-            stream.close()
-
-        if self._connection is not None:
-            self._sync(closed)

@@ -91,6 +91,8 @@ class Stream:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._error: DaskinferError | None = None
+        self._closed = False
+        self.useful_slots: dict[int, int] = {}
 
     # ---------------------------------------------------------------- turns
 
@@ -129,7 +131,10 @@ class Stream:
         self._handle(w.Cancelled(release))
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; does nothing when it has been done."""
+        if self._closed:
+            return
+        self._closed = True
         self.cancel(release=True)
         if self._timer is not None:
             self._timer.cancel()
@@ -163,7 +168,7 @@ class Stream:
                 case w.Emit(results):
                     self._emit(results)
                 case w.Retrying(rows, kind, message):
-                    self._events.append(RowsRetried(now, rows, kind, message))
+                    self._note(RowsRetried(now, rows, kind, message))
                 case w.Release(keys):
                     for key in keys:
                         watcher = self._watchers.pop(key, None)
@@ -171,6 +176,13 @@ class Stream:
                             watcher.cancel()
         self._changed.set()
         self._arm(now)
+        useful = self._window.useful_slots
+        if useful != self.useful_slots:
+            self.useful_slots = useful
+            self._dispatcher.demand_changed()
+
+    def _note(self, event: Event) -> None:
+        self._events.append(event)
 
     def _submit(self, batch: Batch, now: float) -> None:
         dispatcher = self._dispatcher
@@ -185,7 +197,7 @@ class Stream:
             resources={dispatcher.spec.resource: 1},
         )
         self._watchers[batch.key] = asyncio.create_task(self._watch(batch, future))
-        self._events.append(BatchSubmitted(now, batch.key, len(batch.requests), batch.attempt))
+        self._note(BatchSubmitted(now, batch.key, len(batch.requests), batch.attempt))
 
     async def _watch(self, batch: Batch, future: Future[Any]) -> None:
         """Wait for a batch's future, and tell the window; letting go of the future lets go of the batch."""
@@ -202,7 +214,7 @@ class Stream:
             return
         self._watchers.pop(batch.key, None)
         fault = report.fault
-        self._events.append(
+        self._note(
             BatchReturned(
                 time.monotonic(),
                 batch.key,
@@ -214,6 +226,9 @@ class Stream:
                 fault.message if fault else "",
             )
         )
+        self._reported(report)
+
+    def _reported(self, report: Report) -> None:
         self._handle(w.Reported(report))
 
     def _emit(self, results: Sequence[Result]) -> None:

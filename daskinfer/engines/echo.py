@@ -40,14 +40,16 @@ class _Row:
     left: int
     reason: FinishReason
     fault: Action | None
+    ids: list[int] | None
 
 
 class EchoEngine:
     """The engine named "echo".
 
-    Only ``max_new_tokens`` of a row's parameters counts: a row that needs more tokens ends with "length", and with 0 it
-    is answered "" without a step. A prompt token is a whitespace word. Rows scripted to fail do so when they are given a
-    slot and take no part in the step; scripted harm to the process comes in the middle of a step, with all slots filled.
+    Only ``max_new_tokens`` and ``token_ids`` of a row's parameters count: a row that needs more tokens ends with "length",
+    and with 0 it is answered "" without a step. Token ids are the bytes of a text, while usage counts whitespace words as
+    prompt tokens. Rows scripted to fail do so when they are given a slot and take no part in the step; scripted harm to the
+    process comes in the middle of a step, with all slots filled.
 
     Parameters
     ----------
@@ -181,9 +183,10 @@ class EchoEngine:
         if self._writes and (limit < length or not limit):
             length, reason = limit, FinishReason.LENGTH
         self._prompt_tokens += words
+        ids = _token_ids(content) if request.params.token_ids else None
         if length:
-            return _Row(request.id, request.row, text, words, length, length, reason, action)
-        self._results.append(Completed(request.id, "", reason, _usage(words, 0)))
+            return _Row(request.id, request.row, text, words, length, length, reason, action, ids)
+        self._results.append(Completed(request.id, _written("", ids), reason, _usage(words, 0)))
         self._log.write("finish", (request.row,))
         return None
 
@@ -197,7 +200,7 @@ class EchoEngine:
         """Run a step whose rows all end with it, at half the cost; False when one of them is out of the ordinary."""
         waiting, prefix, suffix = self._waiting, self.options.prefix, self.options.suffix
         requests = list(islice(waiting, self.options.capacity))
-        if not requests or not all(type(r.input) is str and r.params.max_new_tokens for r in requests):
+        if not requests or not all(map(_is_plain, requests)):
             return False
         for _ in requests:
             waiting.popleft()
@@ -249,7 +252,7 @@ class EchoEngine:
 
     def _answer(self, row: _Row) -> Completed:
         text = f"{self.options.prefix}{row.text}{self.options.suffix}"
-        return Completed(row.id, text, row.reason, _usage(row.words, row.length))
+        return Completed(row.id, _written(text, row.ids), row.reason, _usage(row.words, row.length))
 
     def _vector(self, row: _Row) -> Completed:
         import numpy as np
@@ -274,6 +277,22 @@ class EchoEngine:
         self._paused.extendleft(reversed(running[half:]))
         self._running = running[:half]
         return False
+
+
+def _is_plain(request: Request) -> bool:
+    params = request.params
+    return type(request.input) is str and params.max_new_tokens > 0 and not params.token_ids
+
+
+def _written(text: str, ids: list[int] | None) -> Any:
+    """Return the output of a row; its token ids are the bytes of the text."""
+    return text if ids is None else {"text": text, "input_ids": ids, "output_ids": _token_ids(text)}
+
+
+def _token_ids(content: Any) -> list[int]:
+    if not isinstance(content, str) and isinstance(content[0], int):
+        return list(content)
+    return list((content if isinstance(content, str) else _text(content)).encode("utf-8", "surrogatepass"))
 
 
 def _working_set(rows: Sequence[_Row]) -> int:

@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "TooManyFailuresError": (6, 100, "max_failures=5%", "too_long: 5,003 tokens"),
     "RowFailedError": (3, "too_long", "5,003 tokens"),
     "JobInterruptedError": (17, "out/"),
+    "UnknownTaskError": ("task-3", 10_000),
     "RemoteError": ("pkg.BadError", "bad", "  File x, line 3"),
 }
 
@@ -63,11 +64,13 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     drawn = {}
     stack: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
-        found = re.match(r"    ([│├└─ ]*)(\w+Error)(?: \((\w+)\))?", line)
+        found = re.match(r"    ([│├└─ ]*)(\w+Error)(?: \(([\w, ]+)\))?", line)
         if found:
             depth = len(found[1]) // 4
             stack[depth:] = [found[2]]
-            drawn[found[2]] = {stack[depth - 1] if depth else "Exception"} | ({found[3]} if found[3] else set())
+            drawn[found[2]] = {stack[depth - 1] if depth else "Exception"} | set(
+                found[3].split(", ") if found[3] else ()
+            )
     actual = {kind.__name__: {base.__name__ for base in kind.__bases__} for kind in CLASSES}
     assert drawn == actual
 

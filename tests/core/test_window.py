@@ -228,6 +228,20 @@ def test_higher_priority_goes_first_and_a_batch_has_one_priority() -> None:
 # ---------------------------------------------------------------- faults
 
 
+def test_useful_slots_count_what_flies_and_what_waits_by_priority() -> None:
+    machine = window(slots=2)
+    assert machine.useful_slots == {}
+    first, second = submitted(machine.handle(Offered(rows(0, 20)), 0))
+    machine.handle(Offered(rows(20, 5), priority=3), 0)
+    assert machine.useful_slots == {0: 2 + 3, 3: 2}
+    assert submitted(machine.handle(done(first), 0))[0].priority == 3
+    assert machine.useful_slots == {0: 1 + 3, 3: 2}
+    machine.handle(faulted(second, FaultKind.ENGINE_DIED), 0)
+    assert sum(machine.useful_slots.values()) == 3 + 2 + 2  # two probes
+    machine.handle(Cancelled(release=True), 0)
+    assert machine.useful_slots == {}
+
+
 def test_transient_rows_are_retried_after_a_pause_and_their_mates_are_not() -> None:
     made = window(retries=2)
     [batch] = submitted(made.handle(Offered(rows(0, 3)), 0))

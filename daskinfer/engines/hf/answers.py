@@ -109,7 +109,10 @@ class Answer:
         cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
         reason = self._reason if cut is None else FinishReason.STOP
         usage = Usage(len(self.prompt.input), len(self.tokens), self.prompt.truncated)
-        return Completed(self.prompt.id, text[:cut], reason, usage)
+        output: Any = text[:cut]
+        if self.params.token_ids:
+            output = {"text": output, "input_ids": list(self.prompt.input), "output_ids": list(self.tokens)}
+        return Completed(self.prompt.id, output, reason, usage)
 
     def _stopped(self) -> bool:
         tail = self._text(self.tokens[-self._window :])
