@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from daskinfer.checkpoint import Checkpoint
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.engines import engine_class
-from daskinfer.errors import ConfigError, JobInterruptedError
+from daskinfer.errors import ConfigError, JobInterruptedError, OutputError, describe
 from daskinfer.metrics import Metrics, StopRule
 from daskinfer.prompts import Problem, Prompter, prompter
 from daskinfer.records import (
@@ -151,13 +151,26 @@ class _Run:
         except JobInterruptedError:
             state = "interrupted"
             raise
-        except BaseException:
-            self._checkpoint.interrupt(time.time())
-            self._note_committed()
+        except OSError as error:
+            self._save(error)
+            raise OutputError(
+                f"{self._path}: reading or writing failed ({describe(error)}); what was done until then is safe: mend that, "
+                "and run again with resume=True (--resume)"
+            ) from error
+        except BaseException as error:
+            self._save(error)
             raise
         finally:
             self._tell(RunEnded(time.monotonic(), state))
         return report_from(self._metrics.snapshot(), path=self._path, resumed=self._options.resume)
+
+    def _save(self, reason: BaseException) -> None:
+        """Make safe what can be, without hiding why the run stops."""
+        try:
+            self._checkpoint.interrupt(time.time())
+        except (OSError, OutputError) as error:
+            reason.add_note(f"and the last results could not be written: {describe(error)}")
+        self._note_committed()
 
     def _loop(self, stop: Interrupt) -> None:
         offer = self._pull(BLOCK_ROWS)

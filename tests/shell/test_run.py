@@ -19,6 +19,7 @@ from daskinfer.errors import (
     InputError,
     MissingColumnError,
     OutputClashError,
+    OutputError,
     OutputExistsError,
     SourceError,
     TemplateError,
@@ -267,3 +268,29 @@ def test_c17_a_seed_that_was_drawn_is_kept_when_the_run_is_resumed(cluster: Loca
     assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["record"] == {"seed": int(seed)}
     assert set(pd.read_parquet(tmp_path / "other")["output"]) != {seed}
     assert set(pd.read_parquet(tmp_path / "given")["output"]) == {"7"}
+
+
+def test_c35_a_full_disk_is_said_and_a_rerun_resumes(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from daskinfer.checkpoint import Checkpoint
+
+    source = write_lines(tmp_path / "in.jsonl", [{"text": f"row {i}"} for i in range(200)])
+    real, calls = Checkpoint.add, 0
+
+    def full(self: Checkpoint, results: Any, now: float) -> int:
+        nonlocal calls
+        calls += bool(results)
+        if calls == 3:
+            raise OSError(28, "No space left on device")
+        return real(self, results, now)
+
+    with driver_for(cluster, step_s=0.01, capacity=4) as driver:
+        with monkeypatch.context() as patched:
+            patched.setattr(Checkpoint, "add", full)
+            with pytest.raises(OutputError, match=r"No space left.*--resume"):
+                driver.run(source, tmp_path / "out")
+        report = driver.run(source, tmp_path / "out", resume=True)
+    assert report.rows == 200
+    assert report.skipped > 0
+    assert list(pd.read_parquet(tmp_path / "out")["output"]) == [f"<row {i}>" for i in range(200)]
