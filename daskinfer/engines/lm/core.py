@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from daskinfer.engines.base import translate
-from daskinfer.engines.hf import Answer, LanguageModel
+from daskinfer.engines.hf import Answer, LanguageModel, release_device_memory
 from daskinfer.engines.hf.answers import NOT_A_NUMBER
 from daskinfer.engines.lm.attention import Runner, install
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
@@ -98,14 +98,15 @@ class Core:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        self._prepare_memory(chunks)
-        plan = StepPlan.of(chunks, self.layout, self.device)
         try:
+            self._prepare_memory(chunks)
+            plan = StepPlan.of(chunks, self.layout, self.device)
             tokens = self._run(plan)
         except Exception as error:
             known = translate(error)
             if not isinstance(known, OutOfMemoryError):
                 raise
+            error.__traceback__ = None  # it would keep tensors alive
             self._shrink(known)
             return []
         self._count(chunks)
@@ -144,7 +145,7 @@ class Core:
                 continue
             if token == NOT_A_NUMBER:
                 place = self.layout.places[row]
-                self._cache.clear(place.size, place.index)
+                self._cache.blank(place.size, place.index)
             self.scheduler.finish(row)
             finished.append(self._answers.pop(row.id))
         return finished
@@ -158,6 +159,10 @@ class Core:
         scheduler.budget, scheduler.slots = max(scheduler.budget // 2, 1), max(scheduler.slots // 2, 1)
         self.slots = scheduler.slots
         scheduler.reset()
+        scheduler.take_dropped()
+        self.layout.clear()
+        self._cache.free()
+        release_device_memory(self.device)
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
         counts, rows = self.counts, len(self.scheduler.running)

@@ -71,7 +71,12 @@ class KVCache:
         for segment in segments:
             self.segments.pop(segment, None)
 
-    def clear(self, size: int, index: int) -> None:
+    def free(self) -> None:
+        """Free all tensors."""
+        self.pools.clear()
+        self.segments.clear()
+
+    def blank(self, size: int, index: int) -> None:
         """Zero a slot: a row whose numbers were not finite must leave nothing behind."""
         for keys, values in self.pools[size].values():
             keys[index].zero_()

@@ -157,6 +157,13 @@ class Layout:
                 self.operations.append(Move(size, place.index, size, hole, place.used))
                 place.index = hole
 
+    def clear(self) -> None:
+        """Forget all slots, memory and operations."""
+        self.shared = 0
+        self.operations.clear()
+        self.places.clear()
+        self._pools.clear()
+
     def rows(self, size: int) -> list[Hashable | None]:
         """Return the rows of a pool by index."""
         return list(self._pools[size].rows) if size in self._pools else []

@@ -240,6 +240,24 @@ def test_out_of_memory_in_a_step_makes_it_go_on_with_less(
         drain(engine)
 
 
+def test_out_of_memory_while_a_pool_grows_loses_no_row(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = load(model_folder("llama"), slot_tokens=8), own_model(model_folder("llama"))
+    core = engine._core
+    assert core is not None
+    resize, calls = core._cache._resize, []
+
+    def short_of_memory(operation: Any) -> None:
+        calls.append(operation)
+        if len(calls) == 6:
+            raise MemoryError("no memory")
+        resize(operation)
+
+    monkeypatch.setattr(core._cache, "_resize", short_of_memory)
+    rows = [Request(i, ids, SamplingParams(max_new_tokens=7)) for i, ids in prompts().items()]
+    assert outputs(drain(engine, [rows])) == {r.id: text(greedy(model, r.input, 7)) for r in rows}
+    assert engine.stats().extra["out_of_memory"] == 1
+
+
 def test_wrong_rows_fail_at_the_next_step_or_are_forgotten(model_folder: Folders) -> None:
     engine = load(model_folder("llama"))
     engine.add([Request(i, bad, SamplingParams()) for i, bad in enumerate(["", 3.5, [10**6], None])])
