@@ -26,6 +26,7 @@ from distributed.deploy.cluster import Cluster
 
 from daskinfer.config import ModelSpec
 from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError
+from daskinfer.mainguard import check_main_guard
 from daskinfer.version import __version__
 
 __all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes", "scale"]
@@ -152,6 +153,8 @@ def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_addre
     dashboard_address : str
         Where the dashboard listens; another port is taken when it is occupied.
     """
+    if dask.config.get("distributed.worker.multiprocessing-method") != "fork":
+        check_main_guard()
     gpus = visible_gpus()
     count = workers if workers is not None else max(1, len(gpus))
     if count < 1:
