@@ -1,4 +1,4 @@
-"""The command line: ``daskinfer run`` and ``daskinfer demo``.
+"""The command line: ``daskinfer run``, ``daskinfer demo`` and ``daskinfer doctor``.
 
 Exit codes: 0 all rows completed; 4 finished, but rows failed; 2 the command or its settings are wrong; 1 another error;
 130 and 143 interrupted by SIGINT and SIGTERM, resumable.
@@ -162,6 +162,26 @@ def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
             )
     finally:
         driver.stop()
+
+
+@cli.command()
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="A Dask scheduler's address, or a scheduler file; else this machine."
+)
+@click.option("--model", help="A local model, to compare its size with the memory there is.")
+def doctor(scheduler: str | None, model: str | None) -> None:
+    """Look a cluster over: what is wrong, what it costs, how to mend it.
+
+    Exits with 1 when something is wrong.
+    """
+    from daskinfer.doctor import diagnose
+
+    lines, findings = diagnose(scheduler, model)
+    for line in [*lines, *map(str, findings)]:
+        click.echo(line)
+    wrong = sum(finding.wrong for finding in findings)
+    click.echo(f"{wrong} wrong, {len(findings) - wrong} notes")
+    sys.exit(ERROR if wrong else OK)
 
 
 RUN_OPTIONS = (

@@ -29,7 +29,7 @@ from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionEr
 from daskinfer.mainguard import check_main_guard
 from daskinfer.version import __version__
 
-__all__ = ["Connection", "check_workers", "connect", "local_cluster", "model_bytes", "scale"]
+__all__ = ["Connection", "by_value", "check_workers", "connect", "local_cluster", "model_bytes", "scale"]
 
 logger = logging.getLogger("daskinfer.cluster")
 
@@ -262,7 +262,7 @@ def check_workers(
         The model does not fit the workers' memory, or no worker has the device or the resources that it needs; with the
         figures and the setting to change.
     """
-    found: dict[str, dict[str, Any]] = connection.client.run(_by_value(_describe), on_error="ignore")
+    found: dict[str, dict[str, Any]] = connection.client.run(by_value(_describe), on_error="ignore")
     versions = {a: f["version"] for a, f in found.items() if f["version"] != __version__}
     if versions:
         raise VersionError(__version__, versions)
@@ -344,7 +344,7 @@ def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on
     }
 
 
-def _by_value(function: Any) -> types.FunctionType:
+def by_value(function: Any) -> types.FunctionType:
     """Return a copy of a function that is pickled by value, so that it runs where daskinfer is not installed."""
     copy = types.FunctionType(function.__code__, {"__builtins__": __builtins__}, function.__name__)
     copy.__module__ = "__main__"
