@@ -89,8 +89,8 @@ class TransformersEngine(BatchEngine):
         special, tokenizer = self._loaded.special, self._loaded.tokenizer
         answers = [Answer(request, special, tokenizer) for request in requests if isinstance(request, Prompt)]
         open_answers = [answer for answer in answers if not answer.finished]
-        if open_answers:
-            self._generate(self._loaded, open_answers)
+        for group in _groups(open_answers, None if self._loaded.encoder_decoder else self._loaded.limit):
+            self._generate(self._loaded, group)
         return [answer.result() for answer in answers]
 
     def release_memory(self) -> None:
@@ -132,6 +132,21 @@ class TransformersEngine(BatchEngine):
         wasted = sum(width - len(prompt) for prompt in prompts)
         wasted += sum(chooser.steps - len(answer.tokens) for answer in answers)
         self._counts["padded_tokens"] += wasted
+
+
+def _groups(answers: Sequence[Answer], limit: int | None) -> list[list[Answer]]:
+    """Divide rows so that none, stepping on until its last mate ends, passes the model's last position."""
+    groups: list[list[Answer]] = []
+    new = 0
+    for answer in sorted(
+        answers, key=lambda answer: len(answer.prompt.input)
+    ):  # so this one's prompt is the longest yet
+        new = max(new, answer.params.max_new_tokens)
+        if not groups or (limit is not None and len(answer.prompt.input) + new > limit):
+            groups.append([])
+            new = answer.params.max_new_tokens
+        groups[-1].append(answer)
+    return groups
 
 
 class _Chooser(LogitsProcessor):

@@ -53,6 +53,25 @@ def calls_of(engine: TransformersEngine) -> list[tuple[int, int]]:
     return shapes
 
 
+def test_c02_a_mate_that_goes_on_takes_no_row_past_the_position_table(tmp_path: Path) -> None:
+    """GPT-2 looks positions up in a table of 32: a finished row of 28 and 4 tokens must not step on with its mate."""
+    engine = loaded(tiny.make(tmp_path, "gpt2", context=32))
+    shapes = calls_of(engine)
+    rows = [
+        Request(i, [9 + (i * j * j + 3 * j) % 50 for j in range(n)], SamplingParams(max_new_tokens=20, ignore_eos=True))
+        for i, n in enumerate((28, 12, 10, 31))
+    ]
+    engine.add(rows)
+    together = by_row(drain(engine))
+    assert sorted(shapes) == [(1, 28), (1, 31), (2, 12)]
+    alone: list[Result] = []
+    for row in rows:
+        engine.add([row])
+        alone += drain(engine)
+    assert {i: r.output for i, r in together.items() if r.ok} == {r.id: r.output for r in alone if r.ok}  # type: ignore[union-attr]
+    assert [together[i].usage.completion_tokens for i in range(4)] == [4, 20, 20, 1]  # type: ignore[union-attr]
+
+
 def by_row(results: list[Result]) -> dict[int, Result]:
     assert len({r.id for r in results}) == len(results)
     return {r.id: r for r in results}
