@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
 )
+from transformers.activations import GELUActivation
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines.encoder.packing import NotPackableError, installed, laid_out, layout
@@ -157,6 +159,7 @@ class Network:
         before = self.model.config._attn_implementation  # noqa: SLF001 - transformers has no other name for it
         expected = self(samples)
         hook = self._hooked() if self.per_row else None
+        gelus = _in_place(self.model)
         try:
             installed(self.model)
             self.packed = True
@@ -168,6 +171,8 @@ class Network:
             pass  # another architecture than this was written for: it runs padded, as any model can
         self.packed = False
         self.model.set_attn_implementation(before)
+        for parent, name, gelu in gelus:
+            setattr(parent, name, gelu)
         if hook is not None:
             hook.remove()
         return False
@@ -182,6 +187,26 @@ class Network:
     def _hooked(self) -> Any:
         base = getattr(self.model, self.model.base_model_prefix)
         return base.register_forward_hook(_first_tokens(base))
+
+
+class _InPlaceGelu(nn.Module):
+    """GELU that writes over its input: the widest tensor of a layer then stays in the cache."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten.gelu_(x)
+        return result
+
+
+def _in_place(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Let GELUs write over their input; return what was there. Sample rows show whether the input is needed again."""
+    found: list[tuple[nn.Module, str, nn.Module]] = []
+    for name, child in list(module.named_children()):
+        if type(child) is GELUActivation and child.act is nn.functional.gelu:
+            setattr(module, name, _InPlaceGelu())
+            found.append((module, name, child))
+        else:
+            found += _in_place(child)
+    return found
 
 
 def _first_tokens(base: Any) -> Callable[..., Any]:
