@@ -15,6 +15,7 @@ from daskinfer.cluster import Connection, check_workers, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
 from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
+from daskinfer.driver.hooks import Postprocess, Preprocess
 from daskinfer.driver.jobs import Job
 from daskinfer.driver.perrow import request_maker
 from daskinfer.driver.run import RunOptions, execute, with_seed
@@ -295,6 +296,9 @@ class Driver(Service):
         limit: int | None = None,
         max_failures: int | str | None = None,
         observers: Sequence[Callable[[Event], None]] = (),
+        row_params: str | Mapping[str, str] | None = None,
+        preprocess: Preprocess | None = None,
+        postprocess: Postprocess | None = None,
     ) -> RunReport:
         """Send every row of a source through the model and write it, with its answer, exactly once.
 
@@ -333,6 +337,12 @@ class Driver(Service):
             Stop when more rows fail: a number or a percentage. None: when the first 100 rows all fail alike.
         observers : sequence of callable
             Called with every event of the run, in this thread.
+        row_params : str or dict of str to str
+            Sampling parameters of each row: a column of mappings, or parameter to column. Null stands for ``params``.
+        preprocess : callable
+            Makes the prompts: a list of rows (dicts) in, a list of prompts out. Runs here; a row it cannot take fails.
+        postprocess : callable
+            Changes the outputs: a list of outputs in, a list of the same kind out.
 
         Returns
         -------
@@ -366,5 +376,8 @@ class Driver(Service):
             limit=limit,
             max_failures=max_failures,
             observers=observers,
+            row_params=row_params,
+            preprocess=preprocess,
+            postprocess=postprocess,
         )
         return execute(self, source, sink, options)

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from daskinfer.checkpoint import Checkpoint
+from daskinfer.driver.hooks import Postprocess, Preprocess, digest, finished, preprocessor, row_params
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.engines import engine_class
 from daskinfer.errors import ConfigError, JobInterruptedError, OutputError, describe
@@ -69,6 +70,9 @@ class RunOptions:
     limit: int | None = None
     max_failures: int | str | None = None
     observers: Sequence[Callable[[Event], None]] = ()
+    row_params: str | Mapping[str, str] | None = None
+    preprocess: Preprocess | None = None
+    postprocess: Postprocess | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and (isinstance(self.limit, bool) or self.limit < 0):
@@ -76,6 +80,10 @@ class RunOptions:
         if self.overwrite and (self.resume or self.retry_failed):
             other = "resume" if self.resume else "retry_failed"
             raise ConfigError(f"overwrite and {other} contradict each other: start again, or continue")
+        if self.params.token_ids:
+            raise ConfigError("token_ids: the output of a run is text; token ids come from generate, stream and submit")
+        if self.preprocess is not None and (self.prompt, self.columns, self.messages) != (None, None, None):
+            raise ConfigError("preprocess makes the prompts: leave prompt, columns and messages out")
         StopRule(self.max_failures)
 
 
@@ -85,8 +93,11 @@ def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunR
     available = opened.columns
     if opened.is_empty and not available:  # no row, so no column either: nothing to check the settings against
         asked = prompter(columns="prompt", available=("prompt",))
+    elif options.preprocess is not None:
+        asked = preprocessor(options.preprocess, available)
     else:
         asked = prompter(prompt=options.prompt, columns=options.columns, messages=options.messages, available=available)
+    row_params(options.row_params, available)
     keep = tuple(available if options.keep is None else options.keep)
     spec = driver.spec
     with Checkpoint.open(
@@ -114,6 +125,8 @@ def fingerprint(driver: Driver, asked: Prompter, options: RunOptions) -> dict[st
         "raw": options.raw,
         "system": options.system,
         "params": options.params.to_dict(),
+        **({"row_params": options.row_params} if options.row_params is not None else {}),
+        **({"postprocess": digest(options.postprocess)} if options.postprocess is not None else {}),
     }
 
 
@@ -134,7 +147,9 @@ class _Run:
         drawn = checkpoint.record.get("seed") if options.params.seed is None else options.params.seed
         self._params = with_seed(options.params.updated(seed=drawn))
         self._left = _rows_left(options, checkpoint)
-        blocks = source.blocks(asked.columns, checkpoint.keep, skip=checkpoint.done, rows=BLOCK_ROWS)
+        self._row_params = row_params(options.row_params, source.columns)
+        needed = dict.fromkeys((*asked.columns, *(self._row_params.columns if self._row_params else ())))
+        blocks = source.blocks(tuple(needed), checkpoint.keep, skip=checkpoint.done, rows=BLOCK_ROWS)
         self._blocks: Iterator[Block] = iter(blocks)
         self._exhausted = checkpoint.remaining == 0
         self._committed = 0
@@ -237,7 +252,12 @@ class _Run:
             elif isinstance(prompt, Problem):
                 failed.append(Failed(row, prompt.kind, prompt.message))
             else:
-                offer.append(Request(row, prompt, params, options.raw, options.system))
+                try:
+                    own = params if self._row_params is None else self._row_params.of(block.values, at, params)
+                except ConfigError as error:
+                    failed.append(Failed(row, FailureKind.INVALID_ROW, str(error)))
+                else:
+                    offer.append(Request(row, prompt, own, options.raw, options.system))
         self._resolve(failed)
         return offer
 
@@ -246,7 +266,11 @@ class _Run:
     def _take(self, turn: Turn, *, judge: bool = True) -> None:
         for event in turn.events:
             self._tell(event)
-        self._resolve(turn.results)
+        results: Sequence[Result] = turn.results
+        if self._options.postprocess is not None:
+            output_type = engine_class(self._driver.spec).output_type(self._driver.spec)
+            results = finished(self._options.postprocess, results, text=output_type == "string")
+        self._resolve(results)
         if judge and turn.results:
             self._judge(ended=False)
 
