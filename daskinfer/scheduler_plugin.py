@@ -69,6 +69,8 @@ class DaskinferScheduler(SchedulerPlugin):
         self._scheduler: Scheduler | None = None
         self._first_seen: dict[str, float] = {}
         self._ready: dict[str, set[str]] = {}
+        self._leased_since: dict[str, float] = {}
+        self._redeploying: dict[str, asyncio.Task[Any]] = {}
         self._expiry: asyncio.Task[None] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -78,14 +80,16 @@ class DaskinferScheduler(SchedulerPlugin):
         scheduler.handlers["daskinfer_status"] = self.status
         scheduler.handlers["daskinfer_release"] = self.release
         scheduler.handlers["daskinfer_balance"] = self.balance
+        scheduler.handlers["daskinfer_withdraw"] = self.withdraw
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self._expiry = asyncio.create_task(self._expire())
 
     async def before_close(self) -> None:
         """Stop watching leases."""
-        if self._expiry is not None:
-            self._expiry.cancel()
+        for task in (self._expiry, *self._redeploying.values()):
+            if task is not None:
+                task.cancel()
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note when a worker came."""
@@ -113,20 +117,38 @@ class DaskinferScheduler(SchedulerPlugin):
         recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         scheduler.transitions(recommended, stimulus_id=f"daskinfer-ready-{monotonic()}")
 
-    async def status(self, key: str, lease: str, grace_s: float) -> list[dict[str, Any]]:
-        """Renew a driver's lease and return what is known of each worker.
+    async def withdraw(self, worker: str, key: str) -> None:
+        """Place no more tasks for a model on a worker; those already there stay.
+
+        Only the scheduler's books change: lowering the resource on the worker itself would strand its tasks.
+        """
+        scheduler = self._scheduler
+        assert scheduler is not None
+        state = scheduler.workers.get(worker)
+        if state is not None:
+            state.resources[f"{NAME}-{key}"] = 0
+            scheduler.resources.get(f"{NAME}-{key}", {}).pop(worker, None)
+            self._ready.get(key, set()).discard(worker)
+
+    async def status(self, key: str, lease: str, grace_s: float) -> dict[str, Any]:
+        """Renew a driver's lease and return what is known.
 
         Returns
         -------
-        list of dict
+        deployed : bool
+            Whether workers that join get the model; False after the last lease ran out.
+        workers : list of dict
             ``address, state, slots, capacity, error, status, metrics``; state is one of ``starting, loading,
             ready, restarting, failed, excluded``.
         """
         scheduler = self._scheduler
         assert scheduler is not None
-        self.leases.renew(key, lease, monotonic() + grace_s)
-        await self._deploy_missing(key)
-        return [self._view(key, worker) for worker in scheduler.workers.values()]
+        now = monotonic()
+        self.leases.renew(key, lease, now + grace_s)
+        self._leased_since.setdefault(key, now)
+        self._deploy_missing(key, now)
+        deployed = f"{NAME}-{key}" in scheduler.worker_plugins
+        return {"deployed": deployed, "workers": [self._view(key, worker) for worker in scheduler.workers.values()]}
 
     async def release(self, key: str, lease: str) -> bool:
         """Give a lease back; return whether the model was unloaded."""
@@ -170,22 +192,27 @@ class DaskinferScheduler(SchedulerPlugin):
             },
         }
 
-    async def _deploy_missing(self, key: str) -> None:
+    def _deploy_missing(self, key: str, now: float) -> None:
         """Deploy again to workers that a registration race left out (dask/distributed#7035)."""
         scheduler = self._scheduler
         assert scheduler is not None
         name = f"{NAME}-{key}"
         plugin = scheduler.worker_plugins.get(name)
-        now = monotonic()
+        running = self._redeploying.get(key)
+        if plugin is None or (running is not None and not running.done()):
+            return
+        since = self._leased_since[key]
         missing = [
             worker.address
             for worker in self._missing(scheduler, key)
-            if now - self._first_seen.get(worker.address, now) > REDEPLOY_S
+            if now - max(since, self._first_seen.get(worker.address, now)) > REDEPLOY_S
         ]
-        if plugin is not None and missing:
+        if missing:
             logger.info("deploying %s again to %s", name, missing)
             self._first_seen.update(dict.fromkeys(missing, now))
-            await scheduler.broadcast(msg={"op": "plugin-add", "plugin": plugin, "name": name}, workers=missing)
+            message = {"op": "plugin-add", "plugin": plugin, "name": name}
+            sent = scheduler.broadcast(msg=message, workers=missing, on_error="ignore")
+            self._redeploying[key] = asyncio.create_task(sent)
 
     def _missing(self, scheduler: Scheduler, key: str) -> Iterator[WorkerState]:
         for worker in scheduler.workers.values():
@@ -197,14 +224,19 @@ class DaskinferScheduler(SchedulerPlugin):
             await asyncio.sleep(1.0)
             for key in self.leases.expire(monotonic()):
                 logger.info("no driver wants model %s any more: unloading it", key)
-                await self._unload(key)
+                try:
+                    await self._unload(key)
+                except Exception:  # one model's trouble must not keep the others' leases alive for ever
+                    logger.exception("model %s could not be unloaded everywhere", key)
 
     async def _unload(self, key: str) -> None:
         scheduler = self._scheduler
         assert scheduler is not None
         self._ready.pop(key, None)
-        if f"{NAME}-{key}" in scheduler.worker_plugins:
-            await scheduler.unregister_worker_plugin(None, name=f"{NAME}-{key}")
+        self._leased_since.pop(key, None)
+        name = f"{NAME}-{key}"
+        if scheduler.worker_plugins.pop(name, None) is not None:
+            await scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, on_error="ignore")
 
 
 def _time() -> float:

@@ -14,6 +14,7 @@ import logging
 import os
 from typing import Any
 
+import dask
 import psutil
 from distributed import Worker, get_worker
 from distributed.diagnostics import nvml
@@ -86,7 +87,7 @@ class ModelWorker(WorkerPlugin):
         self.host: Host | None = None
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
-        self._threads: int | None = None
+        self._leaving = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"spec": self.spec, "health": self.health, "slots": self.slots, "requires": self.requires}
@@ -103,7 +104,7 @@ class ModelWorker(WorkerPlugin):
         offered = worker.state.total_resources
         if any(offered.get(name, 0) < amount for name, amount in self.requires.items()):
             return
-        threads = self.spec.threads or compute_threads(worker.state.nthreads, self.slots)
+        threads = self.spec.threads or dask.config.get("daskinfer.engine-threads", None) or worker.state.nthreads
         settings = HostSettings(self.health, threads, {}, worker.address)
         self.host = Host(self.spec, settings, self._state_changed)
         self._task = asyncio.create_task(self._load(worker, self.host))
@@ -114,10 +115,8 @@ class ModelWorker(WorkerPlugin):
             self._task.cancel()
         if self.host is not None:
             await self.host.close()
-        if self._threads is not None:
-            worker.state.nthreads = self._threads
-            self._threads = None
-        if self.name in worker.state.total_resources and worker.status.name == "running":
+        if worker.state.total_resources.get(self.name) and worker.status.name == "running":
+            worker.state.nthreads -= self.slots
             await worker.set_resources(**{self.name: 0})
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
@@ -133,17 +132,23 @@ class ModelWorker(WorkerPlugin):
         except RemoteError as error:
             logger.warning("%s cannot serve %s: %s", worker.address, self.spec.model, error)
             return
-        if worker.state.nthreads < self.slots + 1:  # it also caps how many coroutines run at once
-            self._threads = worker.state.nthreads
-            worker.state.nthreads += self.slots
+        worker.state.nthreads += self.slots  # it also caps how many coroutines run at once
         await worker.set_resources(**{self.name: self.slots})
         await worker.scheduler.daskinfer_ready(worker=worker.address, key=self.spec.key)
 
     def _state_changed(self, state: str) -> None:
         worker = self._worker
-        if state == "failed" and self._granted and worker is not None and worker.nanny is not None:
+        if state != "failed" or not self._granted or worker is None:
+            return
+        if worker.nanny is not None:
             # An engine that cannot be restarted may have spoilt its process: begin again with a fresh one.
+            self._leaving = True
             worker.loop.call_later(0.5, worker.close, nanny=False, reason="daskinfer-engine-failed")
+        else:
+            self._task = asyncio.create_task(self._withdraw(worker))
+
+    async def _withdraw(self, worker: Worker) -> None:
+        await worker.scheduler.daskinfer_withdraw(worker=worker.address, key=self.spec.key)
 
     @property
     def _granted(self) -> bool:
@@ -156,6 +161,8 @@ class ModelWorker(WorkerPlugin):
         figures = {**self.host.figures(), "slots": self.slots}
         if figures["state"] == "ready" and not self._granted:
             figures["state"] = "loading"  # loaded, but not yet known to the scheduler
+        if self._leaving:
+            figures |= {"state": "restarting", "error": ""}
         pid = figures["pid"] or os.getpid()
         try:
             figures["ram_bytes"] = psutil.Process(pid).memory_info().rss
@@ -178,8 +185,3 @@ def gpu_figures() -> dict[str, Any]:
     except Exception:  # noqa: BLE001 - drivers fail in many ways, and a heartbeat must not
         return {}
     return {"gpu_memory_bytes": now["memory-used"], "gpu_utilization": now["utilization"]}
-
-
-def compute_threads(nthreads: int, slots: int) -> int:
-    """Return the engine's share of the cores: what the worker was given, less the threads that only await batches."""
-    return max(1, nthreads - slots if nthreads > slots else nthreads)

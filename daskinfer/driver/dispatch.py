@@ -20,7 +20,14 @@ from daskinfer.batching import Fleet
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
 from daskinfer.driver.sharing import share_slots
 from daskinfer.driver.stream import Stream
-from daskinfer.errors import ClusterError, DaskinferError, ModelLoadError, NotRunningError, NoWorkersError
+from daskinfer.errors import (
+    ClusterError,
+    DaskinferError,
+    ModelLoadError,
+    NotRunningError,
+    NoWorkersError,
+    describe,
+)
 from daskinfer.records import Event, Noted, WorkersSeen, WorkerView
 from daskinfer.scheduler_plugin import DaskinferScheduler
 from daskinfer.worker import ModelWorker
@@ -75,6 +82,7 @@ class Dispatcher:
         self._error: DaskinferError | None = None
         self._heard = self._served = time.monotonic()
         self._poller: asyncio.Task[None] | None = None
+        self._deployed = False
         self._noted: set[str] = set()
 
     # ---------------------------------------------------------------- life
@@ -83,8 +91,7 @@ class Dispatcher:
         """Register the plugins; returns before the model is loaded."""
         await self.client.register_plugin(DaskinferScheduler())
         await self._poll()  # the lease must be there before the model
-        plugin = ModelWorker(self.spec, self.health, self.batch.slots, self._requires)
-        await self.client.register_plugin(plugin)
+        await self._deploy()
         self._served = time.monotonic()
         self._poller = asyncio.create_task(self._poll_for_ever())
 
@@ -100,6 +107,11 @@ class Dispatcher:
                 await asyncio.wait_for(self._release(), 10)
             except (OSError, TimeoutError) as error:
                 logger.warning("could not give the lease back: %s", error)
+
+    async def _deploy(self) -> None:
+        plugin = ModelWorker(self.spec, self.health, self.batch.slots, self._requires)
+        await self.client.register_plugin(plugin)
+        self._deployed = True
 
     async def _release(self) -> None:
         scheduler: Any = self.client.scheduler
@@ -123,7 +135,15 @@ class Dispatcher:
         return self.adopt(Stream(self, ordered=ordered, seed=seed))
 
     def adopt(self, stream: S) -> S:
-        """Give a stream its share of the slots from now on."""
+        """Give a stream its share of the slots from now on.
+
+        Raises
+        ------
+        DaskinferError
+            The scheduler was lost: nobody watches the workers any more.
+        """
+        if self._poller is None or self._poller.done():
+            raise self._error or NotRunningError("the driver was stopped")
         self._streams.append(stream)
         self._share()
         return stream
@@ -169,11 +189,13 @@ class Dispatcher:
     async def _poll_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self.health.poll_s)
+            limit = self.health.heartbeat_timeout_s
             try:
-                await self._poll()
+                await asyncio.wait_for(self._poll(), limit)
             except Exception as error:  # noqa: BLE001 - comms raise many kinds; what matters is for how long
-                if self.client.status != "running" or time.monotonic() - self._heard > self.health.heartbeat_timeout_s:
-                    self.fail(ClusterError(f"the Dask scheduler was lost: {error or type(error).__name__}"))
+                closed = self.client.status in ("closing", "closed")  # a dropped connection is made again by Dask
+                if closed or time.monotonic() - self._heard > limit:
+                    self.fail(ClusterError(f"the Dask scheduler was lost: {describe(error)}"))
                     return
             verdict = self._verdict(time.monotonic())
             if verdict is not None:
@@ -181,9 +203,13 @@ class Dispatcher:
 
     async def _poll(self) -> None:
         scheduler: Any = self.client.scheduler
-        rows: Sequence[dict[str, Any]] = await scheduler.daskinfer_status(
+        status: dict[str, Any] = await scheduler.daskinfer_status(
             key=self.spec.key, lease=self._lease, grace_s=self.health.lease_grace_s
         )
+        rows: Sequence[dict[str, Any]] = status["workers"]
+        if self._deployed and not status["deployed"]:
+            logger.warning("the lease on %s had run out: deploying it again", self.spec.model)
+            await self._deploy()
         now = self._heard = time.monotonic()
         gone = {v.address for v in self.views} - {row["address"] for row in rows}
         lost = [WorkerView(address, "lost") for address in sorted(gone)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from daskinfer.config import ModelSpec
-from daskinfer.errors import RemoteError
+from daskinfer.errors import RemoteError, describe
 from daskinfer.host.child import HEADER, pack, unpack_length
 
 __all__ = ["Channel", "ProcessChannel", "ThreadChannel"]
@@ -31,6 +31,8 @@ Deliver = Callable[[tuple[Any, ...]], None]
 Ended = Callable[[str], None]
 
 MALLOC_BYTES = str(1 << 30)
+GONE_POLL_S = 0.02
+END_S = 2.0
 
 
 class Channel(Protocol):
@@ -91,7 +93,8 @@ class ProcessChannel:
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self.send(("start", sys.path, pickle.dumps(self._spec)))
         log = asyncio.create_task(self._log_output())
-        self._tasks = [log, asyncio.create_task(self._receive(reader, log, deliver, ended))]
+        receive = asyncio.create_task(self._receive(reader, log, deliver, ended))
+        self._tasks = [log, receive, asyncio.create_task(self._watch(reader, receive))]
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send a message."""
@@ -102,12 +105,32 @@ class ProcessChannel:
         """Kill the process and everything in its session's process group."""
         if self._process is None:
             return
-        _kill_group(self._process.pid)
-        await self._process.wait()
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                await asyncio.wait([task])
+        if self._process.returncode is None:
+            _kill_group(self._process.pid)
+        await self._gone()
+        others = [task for task in self._tasks if task is not asyncio.current_task()]
+        if others:
+            await asyncio.wait(others, timeout=1)
+        for task in others:  # a helper with a session of its own may hold the engine's stdout for ever
+            task.cancel()
+        self._process._transport.close()  # type: ignore[attr-defined] # noqa: SLF001 - nothing else closes that pipe
         self._close_pipe()
+
+    async def _gone(self) -> int:
+        """Wait for the process alone: ``wait()`` also waits until everybody has closed its stdout."""
+        assert self._process is not None
+        while self._process.returncode is None:  # noqa: ASYNC110 - asyncio has no event for the process alone
+            await asyncio.sleep(GONE_POLL_S)
+        return self._process.returncode
+
+    async def _watch(self, reader: asyncio.StreamReader, receive: asyncio.Task[None]) -> None:
+        """End the messages with the process, though a child of its with another session may hold the socket."""
+        await self._gone()
+        assert self._process is not None
+        _kill_group(self._process.pid)  # helpers that the engine started and left behind
+        await asyncio.wait([receive], timeout=END_S)
+        if not receive.done():
+            reader.feed_eof()
 
     def _close_pipe(self) -> None:
         if self._writer is not None:
@@ -126,14 +149,15 @@ class ProcessChannel:
                 deliver(pickle.loads(await reader.readexactly(unpack_length(header))))
         except (asyncio.IncompleteReadError, OSError):
             pass
+        except Exception as error:  # noqa: BLE001 - a message that cannot be read ends the conversation, not the host
+            logger.warning("[%s] a message of the engine cannot be read: %s", self.pid, describe(error))
         assert self._process is not None
         self._close_pipe()  # a child that still lives ends now
         try:
-            code = await asyncio.wait_for(self._process.wait(), 10)
+            code = await asyncio.wait_for(self._gone(), 10)
         except TimeoutError:
             _kill_group(self._process.pid)
-            code = await self._process.wait()
-        _kill_group(self._process.pid)  # helpers that the engine started and left behind
+            code = await self._gone()
         await asyncio.wait([log], timeout=1)
         ended(describe_exit(code))
 
@@ -217,7 +241,7 @@ def child_environment(threads: int) -> dict[str, str]:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -43,6 +43,7 @@ def main(fd: int, leash: int, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _fork_guard(fd, leash)
     _die_with_parent(parent)
+    os.set_inheritable(fd, False)
     channel = socket.socket(fileno=fd)
     stream = channel.makefile("rb", buffering=1 << 20)
     inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()

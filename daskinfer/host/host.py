@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -184,7 +184,7 @@ class Host:
     async def _load(self) -> None:
         threaded = self.spec.isolation == "thread"
         channel: Channel = (
-            ThreadChannel(self.spec)
+            ThreadChannel(replace(self.spec, threads=self.settings.threads))
             if threaded
             else ProcessChannel(self.spec, self.settings.threads, self.settings.env)
         )
@@ -243,7 +243,8 @@ class Host:
                 assert channel is not None
                 await channel.kill()
                 if isinstance(channel, ThreadChannel):  # it goes on hanging: this process is spoilt
-                    self._blame()
+                    if self._death is not None:
+                        self._blame()
                     await self._fail(RemoteError("EngineDiedError", message))
 
     def _step_age(self) -> float:
@@ -300,7 +301,8 @@ class Host:
             return
         self._settle(RemoteError("EngineDiedError", f"{reason} while loading"))
         if self.state == "ready":
-            self._fruitless += 1
+            if not any(held.batch.probe and held.began is not None for held in self._held.values()):
+                self._fruitless += 1  # a probe's death says something of its rows, not of the engine
             self._death = self._death or (FaultKind.ENGINE_DIED, reason)
             logger.warning("%s; restarting it", self._death[1])
             self._blame()

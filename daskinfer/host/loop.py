@@ -8,18 +8,20 @@ Runs on: worker (in the engine's own process, usually).
 
 from __future__ import annotations
 
+import pickle
 import queue
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from types import NoneType
 from typing import Any
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines import engine_class
 from daskinfer.engines.base import Engine
-from daskinfer.errors import RemoteError
-from daskinfer.records import Batch, Request, Result, pack_results
+from daskinfer.errors import RemoteError, describe
+from daskinfer.records import Batch, Failed, FailureKind, Request, Result, pack_results
 
 __all__ = ["EngineLoop", "serve"]
 
@@ -53,9 +55,14 @@ class EngineLoop:
         """Take a batch; it enters the engine in :meth:`admit`."""
         self._waiting.append(batch)
 
-    def admit(self) -> list[str]:
-        """Let waiting batches into the engine; return their keys."""
-        entered = []
+    def admit(self, began: Callable[[str], None]) -> None:
+        """Let waiting batches into the engine.
+
+        Parameters
+        ----------
+        began : callable
+            Told a batch's key before the engine sees its rows: what the engine does then is that batch's doing.
+        """
         while self._waiting and not self._probing and not (self._waiting[0].probe and self._inside):
             batch = self._waiting.popleft()
             self._probing = batch.probe
@@ -68,9 +75,8 @@ class EngineLoop:
                 renumbered.append(
                     Request(number, request.input, request.params, request.raw, request.system, origin=request.id)
                 )
+            began(batch.key)
             self.engine.add(renumbered)
-            entered.append(batch.key)
-        return entered
 
     def step(self) -> tuple[dict[str, list[Result]], list[str]]:
         """Step the engine.
@@ -89,7 +95,7 @@ class EngineLoop:
             if origin is not None:
                 key, row = origin
                 self._inside[key].pop(result.id)
-                finished.setdefault(key, []).append(_renamed(result, row))
+                finished.setdefault(key, []).append(_sendable(_renamed(result, row)))
         if not results and self._inside:
             stats = self.engine.stats()
             if stats.running == stats.waiting == 0:
@@ -121,6 +127,21 @@ class EngineLoop:
 def _renamed(result: Result, row: int) -> Result:
     # dataclasses.replace costs several times the constructor, on every row there is.
     object.__setattr__(result, "id", row)
+    return result
+
+
+def _sendable(result: Result) -> Result:
+    """Return the result, or a failed one where its output cannot leave this process."""
+    if isinstance(result, Failed) or isinstance(result.output, str | int | float | NoneType):
+        return result
+    kind = type(result.output)
+    try:
+        if hasattr(result.output, "detach"):
+            raise TypeError("a tensor")  # noqa: TRY301 - it may be on a device, and the client may not have torch
+        pickle.dumps(result.output)
+    except Exception as error:  # noqa: BLE001 - objects refuse to be pickled in many ways
+        what = f"the engine returned a {kind.__module__}.{kind.__qualname__}, which cannot be sent ({describe(error)})"
+        return Failed(result.id, FailureKind.ERROR, f"{what}; return a str, a dict of plain values or a numpy array")
     return result
 
 
@@ -159,9 +180,7 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
                     loop.abort(key)
                 case _:
                     return
-        entered = loop.admit()
-        if entered:
-            send(("began", entered))
+        loop.admit(lambda key: send(("began", [key])))
         results, ended = loop.step()
         now = time.monotonic()
         if results or ended:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -59,3 +62,40 @@ class SeedEngine(BatchEngine):
 
     def infer(self, requests: Sequence[Request]) -> Sequence[str]:
         return [str(request.params.seed) for request in requests]
+
+
+class FragileEngine(BatchEngine):
+    """Dies when it takes a certain row in, and answers others with what cannot be sent."""
+
+    def load(self) -> None:
+        pass
+
+    def prepare(self, request: Request) -> Request:
+        if request.input == "die":
+            os._exit(3)
+        return request
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[object]:
+        strange = {"lock": threading.Lock(), "tensor": Tensor()}
+        return [strange.get(str(request.input), "fine") for request in requests]
+
+
+class Tensor:
+    """Looks like one of torch's."""
+
+    def detach(self) -> None: ...
+
+
+class DaemonEngine(BatchEngine):
+    """Leaves a helper with a session of its own behind, and dies at the first row."""
+
+    def load(self) -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        self.helper = subprocess.Popen(command, start_new_session=True)
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[str]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(extra={"helper": self.helper.pid})

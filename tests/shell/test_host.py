@@ -309,6 +309,45 @@ def test_c57_the_engine_ends_with_its_parent() -> None:
     assert not alive
 
 
+def test_a_death_while_rows_are_taken_in_is_that_batchs_doing() -> None:
+    async def test(host: Host) -> None:
+        report = await host.run(batch("a", ["x", "die"]))
+        assert report.fault is not None
+        assert report.fault.kind is FaultKind.ENGINE_DIED
+        assert set(report.fault.suspects) == {0, 1}
+        assert (await host.run(batch("b", ["x"]))).fault is None
+
+    with_host(ModelSpec("fragile", engine="tests.shell.engines:FragileEngine"), test)
+
+
+def test_an_output_that_cannot_be_sent_fails_its_row_alone() -> None:
+    async def test(host: Host) -> None:
+        report = await host.run(batch("a", ["x", "lock", "tensor", "y"]))
+        assert report.fault is None
+        failed = {r.id: r for r in report.results if not r.ok}
+        assert set(failed) == {1, 2}
+        assert "_thread.lock, which cannot be sent" in failed[1].message  # type: ignore[union-attr]
+        assert "numpy" in failed[2].message  # type: ignore[union-attr]
+        assert host.restarts == 0
+
+    with_host(ModelSpec("fragile", engine="tests.shell.engines:FragileEngine"), test)
+
+
+def test_an_engine_whose_helper_keeps_its_output_open_is_killed_all_the_same() -> None:
+    async def test() -> None:
+        host = Host(ModelSpec("daemon", engine="tests.shell.engines:DaemonEngine"), HostSettings(HEALTH))
+        await host.start()
+        helper = psutil.Process(int(host.figures()["engine.helper"]))
+        running = asyncio.create_task(host.run(batch("a", ["x"])))
+        report = await asyncio.wait_for(running, 20)
+        assert report.fault is not None
+        assert report.fault.kind is FaultKind.ENGINE_DIED
+        await asyncio.wait_for(host.close(), 20)
+        helper.kill()
+
+    asyncio.run(test())
+
+
 def test_describe_exit_names_the_signal() -> None:
     assert describe_exit(-9) == "the engine's process was killed by SIGKILL (the kernel does that when memory runs out)"
     assert describe_exit(-11).endswith("SIGSEGV")
