@@ -22,14 +22,24 @@ from typing import Any
 import dask
 import psutil
 from distributed import Client, LocalCluster
+from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 
 from daskinfer.config import ModelSpec
-from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError
+from daskinfer.errors import ClusterError, ConfigError, ResourceError, VersionError, describe
 from daskinfer.mainguard import check_main_guard
 from daskinfer.version import __version__
 
-__all__ = ["Connection", "by_value", "check_workers", "connect", "local_cluster", "model_bytes", "scale"]
+__all__ = [
+    "Connection",
+    "by_value",
+    "check_workers",
+    "connect",
+    "local_cluster",
+    "lost_is_said",
+    "model_bytes",
+    "scale",
+]
 
 logger = logging.getLogger("daskinfer.cluster")
 
@@ -39,6 +49,8 @@ GGUF_GROWTH = 6.4
 
 PAUSE_SHARE = 0.8
 """Share of its memory limit above which Dask pauses a worker."""
+
+FAILED = (Status.failed, Status.closed, Status.closing)
 
 
 @dataclass
@@ -64,10 +76,12 @@ class Connection:
 
     def close(self) -> None:
         """Close what is ours."""
-        if self.owns_client:
-            self.client.close()
-        if self.owns_cluster and self.cluster is not None:
-            self.cluster.close()
+        try:
+            if self.owns_client:
+                self.client.close()
+        finally:
+            if self.owns_cluster and self.cluster is not None:
+                self.cluster.close()
 
 
 def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) -> Connection:
@@ -91,7 +105,8 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
     """
     if cluster is None:
         made = local_cluster(workers, slots=slots)
-        return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
+        with _closed_unless_done(made):
+            return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
     scalable: Any = cluster.cluster if isinstance(cluster, Client) else cluster
     if workers is not None and not isinstance(scalable, Cluster):
         raise ConfigError(
@@ -100,7 +115,9 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
         )
     if isinstance(cluster, Client):
         if cluster.asynchronous:
-            raise ConfigError("cluster is an asynchronous Client; make one with Client(…, asynchronous=False)")
+            raise ConfigError(
+                "the Client is asynchronous, and this is not its event loop: await the driver's methods there"
+            )
         connection = Connection(cluster, cluster.cluster, owns_client=False, owns_cluster=False)
     elif isinstance(cluster, str | os.PathLike):
         connection = Connection(_client(os.fspath(cluster)), None, owns_client=True, owns_cluster=False)
@@ -110,9 +127,35 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
         kinds = "None, a scheduler address, a scheduler file, a dask.distributed Client or a Dask cluster object"
         raise ConfigError(f"cluster={cluster!r}: must be {kinds}")
     if workers is not None:
-        scalable.scale(workers)
+        with _closed_unless_done(connection):
+            scale(scalable, workers)
         connection.expected = workers
     return connection
+
+
+@contextmanager
+def _closed_unless_done(made: Any) -> Iterator[None]:
+    """Close what was just made when the next step fails or is interrupted: nobody else knows of it yet."""
+    try:
+        yield
+    except BaseException:
+        made.close()
+        raise
+
+
+@contextmanager
+def lost_is_said(doing: str) -> Iterator[None]:
+    """Turn comm errors, which are OSErrors as a full disk is, into ClusterError.
+
+    Raises
+    ------
+    ClusterError
+        A worker or the scheduler was lost in here.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(f"{doing}: the scheduler or a worker was lost ({describe(error)}); start again") from error
 
 
 def _client(where: str) -> Client:
@@ -164,8 +207,9 @@ def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_addre
         made = _Local(  # type: ignore[no-untyped-call]
             n_workers=0, threads_per_worker=slots + cores, dashboard_address=_free(dashboard_address)
         )
-    made.gpus = gpus
-    scale(made, count)
+    with _closed_unless_done(made):
+        made.gpus = gpus
+        scale(made, count)
     return made
 
 
@@ -188,6 +232,8 @@ def scale(cluster: Cluster | None, n: int) -> None:
     ------
     ConfigError
         There is no cluster object, only a scheduler's address; or a number that cannot be.
+    ClusterError
+        A worker of the default cluster could not start.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise ConfigError(f"scale({n!r}): must be a number of workers ≥ 0")
@@ -200,27 +246,61 @@ def scale(cluster: Cluster | None, n: int) -> None:
         cluster.scale(n)
         return
     with _worker_settings():
-        cluster.scale(n)  # type: ignore[no-untyped-call]
-        # scale() alone would start the workers after this block, without its settings.
-        cluster.sync(cluster._correct_state)  # type: ignore[no-untyped-call] # noqa: SLF001
+        # Its own scale() would start the workers after this block, without its settings, and swallow why one could not.
+        cluster.sync(_scaled, cluster, n)  # type: ignore[no-untyped-call]
+
+
+async def _scaled(cluster: _Local, n: int) -> None:
+    spec: dict[Any, Any] = cluster.worker_spec
+    while len(spec) > n:
+        spec.popitem()
+    while len(spec) < n:
+        spec.update(cluster.new_worker_spec())
+    try:
+        await cluster._correct_state()  # type: ignore[no-untyped-call] # noqa: SLF001
+    except Exception as error:
+        failed = [name for name, worker in cluster.workers.items() if worker.status in FAILED]
+        for name in failed:  # so that scaling again tries again
+            spec.pop(name, None)
+            del cluster.workers[name]
+        raise ClusterError(f"{len(failed)} of {n} workers could not start: {_first_cause(error)}") from error
+
+
+def _first_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return describe(error)
 
 
 @contextmanager
 def _worker_settings() -> Iterator[None]:
     """Start the workers of a cluster of ours in here."""
+    preload, argv = _preloads()
     settings = {
         "distributed.worker.memory.target": False,
         "distributed.worker.memory.spill": False,
         "distributed.worker.memory.pause": False,
         "distributed.worker.memory.terminate": False,
-        "distributed.worker.preload": [IGNORE_SIGINT],
-        "distributed.worker.preload-argv": [[]],
+        "distributed.worker.preload": [IGNORE_SIGINT, *preload],
+        "distributed.worker.preload-argv": [[], *argv],
         "distributed.scheduler.allowed-failures": 0,
     }
     before = os.environ.copy()
-    with dask.config.set(settings):
-        yield
-    _restore(before)
+    try:
+        with dask.config.set(settings):
+            yield
+    finally:
+        _restore(before)
+
+
+def _preloads() -> tuple[list[str], list[list[str]]]:
+    """Return the preloads that the user configured and the arguments of each, in any of the forms Dask takes."""
+    preload: str | list[str] = dask.config.get("distributed.worker.preload", None) or []
+    argv: list[Any] = dask.config.get("distributed.worker.preload-argv", None) or []
+    preload = [preload] if isinstance(preload, str) else list(preload)
+    if not argv or isinstance(argv[0], str):
+        argv = [list(argv)] * len(preload)
+    return preload, argv
 
 
 def _restore(before: Mapping[str, str]) -> None:
@@ -257,13 +337,18 @@ def check_workers(
     Raises
     ------
     VersionError
-        Workers lack daskinfer or have another version of it.
+        Workers or the scheduler lack daskinfer or have another version of it.
     ResourceError
         The model does not fit the workers' memory, or no worker has the device or the resources that it needs; with the
         figures and the setting to change.
+    ClusterError
+        The scheduler or a worker was lost meanwhile.
     """
-    found: dict[str, dict[str, Any]] = connection.client.run(by_value(_describe), on_error="ignore")
-    versions = {a: f["version"] for a, f in found.items() if f["version"] != __version__}
+    with lost_is_said("looking at the workers"):
+        central: str | None = connection.client.run_on_scheduler(by_value(_version))
+        found: dict[str, dict[str, Any]] = connection.client.run(by_value(_describe), on_error="ignore")
+    everywhere = {"scheduler": central, **{address: facts["version"] for address, facts in found.items()}}
+    versions = {where: version for where, version in everywhere.items() if version != __version__}
     if versions:
         raise VersionError(__version__, versions)
     needed = model_bytes(spec)
@@ -314,6 +399,14 @@ def model_bytes(spec: ModelSpec) -> int:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     return round(size * GGUF_GROWTH) if path.suffix == ".gguf" else size
+
+
+def _version() -> str | None:  # pragma: no cover - runs on the scheduler
+    try:
+        from daskinfer.version import __version__ as found
+    except ImportError:
+        return None
+    return found
 
 
 def _describe(dask_worker: Any) -> dict[str, Any]:  # pragma: no cover - runs on the workers

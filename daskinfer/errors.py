@@ -29,6 +29,7 @@
     ├── JobError                          the job was stopped
     │   ├── TooManyFailuresError          more rows failed than the job allows
     │   ├── RowFailedError                a row failed and the caller asked for an exception
+    │   ├── JobCancelledError             its owner cancelled it
     │   └── JobInterruptedError           stopped on request; what was done is on disk
     ├── NotRunningError (RuntimeError)    the driver was not started, or was stopped
     ├── UnknownTaskError (KeyError, ValueError)  no task has this id
@@ -53,6 +54,7 @@ __all__ = [
     "EngineError",
     "FingerprintError",
     "InputError",
+    "JobCancelledError",
     "JobError",
     "JobInterruptedError",
     "MissingColumnError",
@@ -404,6 +406,10 @@ class RowFailedError(JobError):
 
     def __str__(self) -> str:
         return f"row {self.row} failed ({self.kind}): {self.message}"
+
+
+class JobCancelledError(JobError):
+    """The job was cancelled by its owner, so there is no result for some of its rows."""
 
 
 class JobInterruptedError(JobError):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from daskinfer.errors import RowError
@@ -14,18 +16,18 @@ from daskinfer.inputs import as_input
 from daskinfer.records import Failed, Input, Request, Result
 
 if TYPE_CHECKING:
-    from daskinfer.driver.driver import Driver
+    from daskinfer.driver.service import Service
     from daskinfer.driver.stream import Stream
 
 __all__ = ["answers"]
 
 FIRST_ROWS = 64
-PULL_S = 0.1
-"""A slow iterator of prompts is not waited for longer than this (seconds) once it has given one."""
+SLOW_S = 0.005
+"""An iterator that needs longer than this (seconds) for a prompt is live: what it gives is sent at once."""
 
 
 def answers(
-    driver: Driver,
+    driver: Service,
     prompts: Iterator[Any],
     make: Callable[[int, Input], Request],
     *,
@@ -35,9 +37,12 @@ def answers(
 ) -> Iterator[Result]:
     """Yield the result of each prompt; see :meth:`Driver.stream`.
 
+    Prompts are taken in the caller's thread. Those of a live iterator, such as ``iter(queue.get, None)``, are sent one by
+    one; while it makes us wait for the next prompt no result is given.
+
     Parameters
     ----------
-    driver : Driver
+    driver : Service
     prompts : iterator
     make : callable
         From a position and a checked prompt to a request.
@@ -49,12 +54,13 @@ def answers(
     stream = stream or driver.open_stream(ordered=ordered, seed=0)
     refused: dict[int, Failed] = {}
     given = taken = 0
+    pull = _Pull(prompts)
     wanted, exhausted = FIRST_ROWS, False
     try:
         while True:
             offer: list[Request] = []
             if wanted and not exhausted:
-                chunk, exhausted = _pull(prompts, wanted)
+                chunk, exhausted = pull(wanted)
                 for row, prompt in enumerate(chunk, given):
                     made = _request(row, prompt, make)
                     if isinstance(made, Failed):
@@ -77,19 +83,43 @@ def answers(
                 return
             wanted = turn.wanted
     finally:
-        driver.close_stream(stream)
+        _let_go(driver, stream)
 
 
-def _pull(prompts: Iterator[Any], most: int) -> tuple[list[Any], bool]:
-    """Take up to so many items, fewer from a slow iterator; return them and whether they were the last."""
-    chunk: list[Any] = []
-    deadline = time.monotonic() + PULL_S
-    while len(chunk) < most and (not chunk or time.monotonic() < deadline):
-        try:
-            chunk.append(next(prompts))
-        except StopIteration:
-            return chunk, True
-    return chunk, False
+def _let_go(driver: Service, stream: Stream) -> None:
+    """Close a stream soon, without waiting: the garbage collector may end an abandoned loop on Dask's own thread."""
+    client = driver.client
+    if client is not None:  # else the driver was stopped, which closes its streams
+        with suppress(RuntimeError):  # the loop was closed, and with it everything there was
+            client.loop.add_callback(stream.close)
+
+
+class _Pull:
+    """Takes prompts from an iterator: ever more at a time while it is fast, one when it is live.
+
+    One that says how many it holds has them already; of another nobody knows for how long its next prompt takes, and those
+    taken before it would wait along.
+    """
+
+    def __init__(self, prompts: Iterator[Any]) -> None:
+        self._prompts = prompts
+        self._most = FIRST_ROWS if length_hint(prompts) else 1
+
+    def __call__(self, wanted: int) -> tuple[list[Any], bool]:
+        """Take up to so many; return them and whether they were the last."""
+        chunk: list[Any] = []
+        most = min(wanted, self._most)
+        while len(chunk) < most:
+            began = time.monotonic()
+            try:
+                chunk.append(next(self._prompts))
+            except StopIteration:
+                return chunk, True
+            if time.monotonic() - began > SLOW_S:
+                self._most = 1
+                return chunk, False
+        self._most *= 2
+        return chunk, False
 
 
 def _request(row: int, prompt: Any, make: Callable[[int, Input], Request]) -> Request | Failed:

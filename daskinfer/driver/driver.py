@@ -5,18 +5,21 @@ Runs on: client.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from daskinfer.cluster import Connection, check_workers, connect
+from distributed import Client
+
+from daskinfer.cluster import Connection, check_workers, connect, lost_is_said
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
+from daskinfer.driver.aio import awaitable, iterated
 from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.hooks import Postprocess, Preprocess
-from daskinfer.driver.jobs import Job
 from daskinfer.driver.perrow import request_maker
 from daskinfer.driver.run import RunOptions, execute, with_seed
 from daskinfer.driver.service import Service
@@ -60,6 +63,11 @@ class Driver(Service):
         A name for people.
     **spec
         Further fields of :class:`~daskinfer.config.ModelSpec`: ``dtype, device, revision, trust_remote_code, threads``.
+
+    Notes
+    -----
+    With an asynchronous Client the same methods are awaitable, ``stream`` and jobs are asynchronous iterators, and it is
+    ``async with``. Prompts are then read in threads.
 
     Raises
     ------
@@ -126,6 +134,7 @@ class Driver(Service):
 
     # ---------------------------------------------------------------- life
 
+    @awaitable
     def start(self) -> Self:
         """Connect, check the cluster, and begin to load the model; does nothing when it has been done.
 
@@ -140,7 +149,8 @@ class Driver(Service):
         return self
 
     def _begin(self) -> Dispatcher:
-        self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
+        with lost_is_said("connecting to the cluster"):
+            self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
         try:
             check_workers(self._connection, self.spec, self.requires)
             dispatcher = Dispatcher(
@@ -152,34 +162,52 @@ class Driver(Service):
                 self.requires,
                 self._connection.expected,
             )
-            self._sync(dispatcher.start)
+            with lost_is_said("sending the model to the workers"):
+                self._sync(dispatcher.start)
         except BaseException as error:
-            self._connection.close()
-            self._connection = None
+            connection, self._connection = self._connection, None
+            connection.close()
             if isinstance(error, ResourceError) and self._plan is not None:
                 raise ResourceError(f"{error}{self._plan.hint}") from None
             raise
         return dispatcher
 
+    @awaitable
     def stop(self) -> None:
         """Let go of the model and close what was opened here; does nothing when it has been done."""
         with self._lock:
             dispatcher, self._dispatcher = self._dispatcher, None
             tasks, self._tasks = self._tasks, None
-            if dispatcher is not None:
-                self._sync(dispatcher.stop)
-            if tasks is not None:
-                tasks.close()
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                connection.close()
+            try:
+                if dispatcher is not None:
+                    self._sync(dispatcher.stop)
+                if tasks is not None:
+                    tasks.close()
+            finally:
+                connection, self._connection = self._connection, None
+                if connection is not None:
+                    connection.close()
 
     def __enter__(self) -> Self:
+        if self.asynchronous:
+            raise ConfigError("the Client is asynchronous: write 'async with Driver(…) as driver:'")
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.start)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether methods are to be awaited: the given Client is asynchronous, and this runs on its event loop."""
+        return isinstance(self._cluster, Client) and bool(self._cluster.asynchronous)
+
+    @awaitable
     def wait_until_ready(self, timeout_s: float | None = None) -> tuple[WorkerView, ...]:
         """Wait until a worker can run the model, and return what is known of each.
 
@@ -193,22 +221,9 @@ class Driver(Service):
         self.start()
         return self._sync(self._running.ready, timeout_s)  # type: ignore[no-any-return]
 
-    @property
-    def client(self) -> Any:
-        """The Dask client; None before ``start``."""
-        return self._connection.client if self._connection else None
-
-    @property
-    def dashboard_link(self) -> str:
-        """Where Dask's dashboard is; "" before ``start``."""
-        return str(self.client.dashboard_link) if self.client else ""
-
-    def workers(self) -> tuple[WorkerView, ...]:
-        """Return what is known of each worker."""
-        return self._running.views if self._dispatcher else ()
-
     # ---------------------------------------------------------------- rows in, results out
 
+    @awaitable
     def generate(
         self, prompts: Iterable[Any], *, raw: bool = False, system: str | None = None, **params: Any
     ) -> list[Result]:
@@ -232,6 +247,7 @@ class Driver(Service):
         """
         return list(self.stream(prompts, raw=raw, system=system, **params))
 
+    @iterated
     def stream(
         self,
         prompts: Iterable[Any],
@@ -244,7 +260,9 @@ class Driver(Service):
     ) -> Iterator[Result]:
         """Answer an iterator of prompts of any length, in bounded memory.
 
-        The iterator is advanced only as results are taken. Leaving the loop early aborts the rows in flight.
+        The iterator is advanced only as results are taken. Leaving the loop early aborts the rows in flight. The prompts of
+        a live iterator, such as ``iter(queue.get, None)``, are sent one by one; while it keeps us waiting for a prompt no
+        result is given, so where a prompt depends on an earlier answer use ``submit_task`` or a ``generate`` each.
 
         Parameters
         ----------
@@ -269,13 +287,7 @@ class Driver(Service):
             raise ConfigError(f"prompts must be an iterable of prompts, not one {type(prompts).__name__}")
         return request_maker(prompts, with_seed(self.params), params, raw=raw, system=system)
 
-    def _job(
-        self, prompts: Iterable[Any], priority: int, params: Mapping[str, Any], *, raw: bool, system: str | None
-    ) -> Job:
-        make = self._maker(prompts, params, raw=raw, system=system)
-        total = len(prompts) if isinstance(prompts, Sized) else None
-        return Job(self, iter(prompts), make, priority=priority, total=total)
-
+    @awaitable
     def run(  # noqa: PLR0913 - a run has this much to say
         self,
         source: Any,

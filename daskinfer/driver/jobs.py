@@ -9,18 +9,19 @@ Runs on: client.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from daskinfer.driver.aio import awaitable, stepped
 from daskinfer.driver.answers import answers
 from daskinfer.driver.stream import Stream
+from daskinfer.errors import JobCancelledError
 from daskinfer.records import Input, Request, Result
 
 if TYPE_CHECKING:
-    from daskinfer.driver.driver import Driver
+    from daskinfer.driver.service import Service
 
 __all__ = ["Job", "JobStatus"]
 
@@ -60,7 +61,7 @@ class Job:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: Service,
         prompts: Iterator[Any],
         make: Callable[[int, Input], Request],
         *,
@@ -98,12 +99,21 @@ class Job:
             yield from ready
             taken += len(ready)
 
+    def __aiter__(self) -> AsyncIterator[Result]:
+        return stepped(self.__iter__)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether methods are to be awaited."""
+        return self._driver.asynchronous
+
     def status(self) -> JobStatus:
         """Return how far the job is; does not wait."""
         with self._changed:
             completed = sum(result.ok for result in self._results)
             return JobStatus(self._state, completed, len(self._results) - completed, self._total)
 
+    @awaitable
     def result(self, timeout: float | None = None) -> list[Result]:
         """Wait for the end and return all results in the order of the rows.
 
@@ -116,7 +126,7 @@ class Job:
         ------
         TimeoutError
             Not done in time; the job goes on.
-        concurrent.futures.CancelledError
+        JobCancelledError
             The job was cancelled; iterating gives the results that came before.
         DaskinferError
             What ended the job.
@@ -127,6 +137,7 @@ class Job:
             self._raise()
             return list(self._results)
 
+    @awaitable
     def cancel(self) -> bool:
         """Let go of the rows that have no result; return False when the job had ended already."""
         with self._changed:
@@ -143,7 +154,7 @@ class Job:
         if self._error is not None:
             raise self._error
         if self._state == "cancelled":
-            raise CancelledError(f"{self.name} was cancelled after {len(self._results)} results")
+            raise JobCancelledError(f"{self.name} was cancelled after {len(self._results)} results")
 
     def _work(self, stream: Stream, prompts: Iterator[Any], make: Callable[[int, Input], Request]) -> None:
         state, error = "done", None

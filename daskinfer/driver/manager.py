@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.spec import SpecCluster
 
+from daskinfer.driver.aio import awaitable
 from daskinfer.errors import ClusterError, ConfigError, NoWorkersError
 from daskinfer.records import Batch, WorkerView
 
@@ -73,8 +74,14 @@ class WorkerManager:
     def __init__(self, driver: Service) -> None:
         self._driver = driver
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether methods are to be awaited."""
+        return self._driver.asynchronous
+
     # ---------------------------------------------------------------- more, fewer
 
+    @awaitable
     def add_worker(self, timeout_s: float = 60.0) -> str:
         """Start a worker and return its id once it is known to the scheduler; it loads the model meanwhile.
 
@@ -94,6 +101,7 @@ class WorkerManager:
 
         return str(self._wait(came, timeout_s, "no worker came"))
 
+    @awaitable
     def remove_worker(self, worker_id: str | None = None, timeout_s: float = 60.0) -> str:
         """Retire a worker and return its id once it is gone; batches it had are run elsewhere.
 
@@ -130,6 +138,7 @@ class WorkerManager:
 
     # ---------------------------------------------------------------- which
 
+    @awaitable
     def get_worker(self, batch: int | Batch = 1) -> WorkerView:
         """Return the healthy worker that a batch would be best placed on: the least loaded once it has it.
 
@@ -148,10 +157,12 @@ class WorkerManager:
         best: WorkerView = min(self._some(healthy, "healthy "), key=lambda v: _load(v) + rows / max(1, v.capacity))
         return best
 
+    @awaitable
     def get_all_workers(self) -> tuple[WorkerView, ...]:
         """Return what is known of each worker, healthy or not."""
         return self._refreshed()
 
+    @awaitable
     def balance_load(self) -> dict[str, float]:
         """Let idle workers take over batches that others have not begun; return each worker's load (rows by capacity).
 
@@ -168,6 +179,7 @@ class WorkerManager:
 
     # ---------------------------------------------------------------- how they are
 
+    @awaitable
     def worker_status(self) -> dict[str, WorkerStatus]:
         """Return how each worker is, by id."""
         return {view.address: self._status(view) for view in self._refreshed()}

@@ -153,6 +153,8 @@ class _Run:
         self._blocks: Iterator[Block] = iter(blocks)
         self._exhausted = checkpoint.remaining == 0
         self._committed = 0
+        self._stop = Interrupt()
+        self._finishing = False
 
     # ---------------------------------------------------------------- the loop
 
@@ -160,8 +162,8 @@ class _Run:
         self._tell(RunStarted(time.monotonic(), self._total(), self._checkpoint.rows_done))
         state = "error"
         try:
-            with interrupts() as stop:
-                self._loop(stop)
+            with interrupts(self._stop):
+                self._until_interrupted()
             state = "done"
         except JobInterruptedError:
             state = "interrupted"
@@ -178,6 +180,18 @@ class _Run:
         finally:
             self._tell(RunEnded(time.monotonic(), state))
         return report_from(self._metrics.snapshot(), path=self._path, resumed=self._options.resume)
+
+    def _until_interrupted(self) -> None:
+        try:
+            self._loop(self._stop)
+        except KeyboardInterrupt as error:
+            if not self._stop.asked:
+                raise  # it came out of a source or an observer
+            with self._stop.held():
+                if not self._finishing:
+                    self._save(error)
+                safe = self._checkpoint.rows_done + self._checkpoint.committed
+                raise JobInterruptedError(safe, self._path, self._stop.signum) from error
 
     def _save(self, reason: BaseException) -> None:
         """Make safe what can be, without hiding why the run stops."""
@@ -203,11 +217,13 @@ class _Run:
             finally:
                 self._driver.close_stream(stream)
         self._judge(ended=True)
+        self._finishing = True  # what it leaves when it is broken off is what a killed run leaves
         self._checkpoint.finish(time.time(), complete=self._exhausted)
         self._note_committed()
 
     def _drain(self, stream: Stream, stop: Interrupt) -> None:
         """Submit nothing more, take what is in flight within the grace period, and stop."""
+        stop.patient = True
         self._driver.cancel_stream(stream, release=False)
         deadline = time.monotonic() + self._driver.health.drain_s
         while time.monotonic() < deadline and not stop.insisted:
@@ -241,7 +257,8 @@ class _Run:
         return offer
 
     def _requests(self, block: Block) -> list[Request]:
-        self._checkpoint.begin(block)
+        with self._stop.held():
+            self._checkpoint.begin(block)
         self._tell(RowsRead(time.monotonic(), len(block)))
         options, params = self._options, self._params
         offer: list[Request] = []
@@ -275,7 +292,8 @@ class _Run:
             self._judge(ended=False)
 
     def _resolve(self, results: Sequence[Result]) -> None:
-        self._checkpoint.add(results, time.time())
+        with self._stop.held():
+            self._checkpoint.add(results, time.time())
         if results:
             failures = tuple(r for r in results if isinstance(r, Failed))
             usage = sum((r.usage for r in results if not isinstance(r, Failed)), Usage())
@@ -311,8 +329,11 @@ class _Run:
 
 
 def _rows_left(options: RunOptions, checkpoint: Checkpoint) -> int | None:
-    """Return how many further rows may be read: ``limit`` counts from the input's beginning."""
-    if options.limit is None or options.retry_failed:
+    """Return how many further rows may be read: ``limit`` counts from the input's beginning.
+
+    Failed rows are run again wherever they are, but not the rows behind the limit along with them.
+    """
+    if options.limit is None or (options.retry_failed and not options.resume):
         return None
     return max(0, options.limit - checkpoint.rows_done)
 
@@ -339,34 +360,52 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 class Interrupt:
     """Whether a signal asked to stop.
 
+    The first one is looked at between turns. One that comes again raises KeyboardInterrupt where it finds the program, which
+    may be waiting for a source or a worker.
+
     Attributes
     ----------
     asked, insisted : bool
         It came once; it came again.
+    patient : bool
+        One that comes again is only noted.
     signum : int
         The first one's number.
     """
 
     def __init__(self) -> None:
-        self.asked = self.insisted = False
+        self.asked = self.insisted = self.patient = False
         self.signum = int(signal.SIGINT)
 
     def __call__(self, signum: int, frame: FrameType | None = None) -> None:
         if not self.asked:
             self.signum = signum
         self.insisted, self.asked = self.asked, True
+        if self.insisted and not self.patient:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Break nothing off in here; what came again meanwhile is raised at the end."""
+        before, self.patient = self.patient, True
+        noted = self.insisted
+        try:
+            yield
+        finally:
+            self.patient = before
+        if self.insisted and not (noted or self.patient):
+            raise KeyboardInterrupt
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
+def interrupts(stop: Interrupt) -> Iterator[None]:
     """Turn SIGINT and SIGTERM into a request to stop; only in the main thread, where Python can."""
-    stop = Interrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield
         return
     before: Mapping[int, Any] = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

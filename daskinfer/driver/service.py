@@ -6,16 +6,17 @@ Runs on: client.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Self
 
 from daskinfer.cluster import Connection, scale
+from daskinfer.driver.aio import awaitable
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.jobs import Job
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.driver.tasks import Tasks, read_task
 from daskinfer.errors import NotRunningError
-from daskinfer.records import Request, SamplingParams
+from daskinfer.records import Input, Request, SamplingParams, WorkerView
 
 if TYPE_CHECKING:
     from daskinfer.driver.manager import WorkerManager
@@ -32,6 +33,11 @@ class Service(ABC):
     _connection: Connection | None
     _dispatcher: Dispatcher | None
     _tasks: Tasks | None
+
+    @property
+    @abstractmethod
+    def asynchronous(self) -> bool:
+        """Whether methods are to be awaited."""
 
     @abstractmethod
     def start(self) -> Self:
@@ -50,12 +56,14 @@ class Service(ABC):
         return self._dispatcher
 
     @abstractmethod
-    def _job(
-        self, prompts: Iterable[Any], priority: int, params: Mapping[str, Any], *, raw: bool, system: str | None
-    ) -> Job: ...
+    def _maker(
+        self, prompts: Iterable[Any], params: Mapping[str, Any], *, raw: bool, system: str | None
+    ) -> Callable[[int, Input], Request]:
+        """Return what makes requests of prompts."""
 
     # ---------------------------------------------------------------- jobs
 
+    @awaitable
     def submit(
         self,
         rows: Iterable[Any],
@@ -84,10 +92,13 @@ class Service(ABC):
         Job
             Iterable, with ``status()``, ``result()`` and ``cancel()``.
         """
-        return self._job(rows, priority, params, raw=raw, system=system)
+        make = self._maker(rows, params, raw=raw, system=system)
+        total = len(rows) if isinstance(rows, Sized) else None
+        return Job(self, iter(rows), make, priority=priority, total=total)
 
     # ---------------------------------------------------------------- single tasks
 
+    @awaitable
     def submit_task(self, task: Mapping[str, Any]) -> str:
         """Hand over one prompt and return at once; it never waits to fill a batch.
 
@@ -112,6 +123,7 @@ class Service(ABC):
         content, params, priority = read_task(task, self.params)
         return self._board.submit(content, params, priority)
 
+    @awaitable
     def get_result(self, task_id: str, timeout: float | None = None) -> dict[str, Any]:
         """Wait for a task's result. The last 10,000 finished results are kept and can be asked for again.
 
@@ -163,6 +175,21 @@ class Service(ABC):
 
     # ---------------------------------------------------------------- workers
 
+    @property
+    def client(self) -> Any:
+        """The Dask client; None before ``start``."""
+        return self._connection.client if self._connection else None
+
+    @property
+    def dashboard_link(self) -> str:
+        """Where Dask's dashboard is; "" before ``start``."""
+        return str(self.client.dashboard_link) if self.client else ""
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Return what is known of each worker."""
+        return self._running.views if self._dispatcher else ()
+
+    @awaitable
     def scale(self, n: int) -> None:
         """Change the number of workers of the cluster; new ones load the model and join in.
 
@@ -176,6 +203,7 @@ class Service(ABC):
         scale(self._connection.cluster, n)
         dispatcher.expected = n
 
+    @awaitable
     def scale_workers(self, n: int) -> None:
         """Change the number of workers; the same as :meth:`scale`."""
         self.scale(n)

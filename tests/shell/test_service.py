@@ -6,7 +6,7 @@ import itertools
 import statistics
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from daskinfer.config import BatchPolicy, HealthPolicy
 from daskinfer.driver import tasks
 from daskinfer.errors import (
     ConfigError,
+    JobCancelledError,
     ModelLoadError,
     NotRunningError,
     RowError,
@@ -248,9 +249,9 @@ def test_a_job_can_be_cancelled(start: Callable[..., Driver]) -> None:
     assert job.cancel() is True
     assert job.cancel() is False
     assert job.status().state == "cancelled"
-    with pytest.raises(CancelledError, match="was cancelled after"):
+    with pytest.raises(JobCancelledError, match="was cancelled after"):
         job.result()
-    with pytest.raises(CancelledError):
+    with pytest.raises(JobCancelledError):
         list(job)
     wait_until(lambda: all(v.metrics["batches"] == 0 for v in driver.workers()), 10, "batches were not aborted")
     wait_until(lambda: not job._thread.is_alive())
