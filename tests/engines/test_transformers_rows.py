@@ -246,7 +246,7 @@ def test_close_frees_the_model(folder: Path) -> None:
 
 
 def test_found_by_name(folder: Path) -> None:
-    spec = ModelSpec(str(folder))
+    spec = ModelSpec(str(folder), engine="transformers")
     assert engine_class(spec) is TransformersEngine
     assert isinstance(TransformersEngine(spec), Engine)
 
