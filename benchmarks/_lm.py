@@ -101,10 +101,15 @@ def folder(engine: LMEngine) -> str:
     return str(parts(engine).model.config._name_or_path)  # noqa: SLF001 - transformers has no other name for it
 
 
-def run(engine: LMEngine, rows: Rows) -> list[str]:
-    """Answer the rows; return the texts in order."""
+def add(engine: LMEngine, rows: Rows) -> None:
+    """Give the rows to the engine."""
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for _, n in rows]
     engine.add([Request(i, ids, p) for i, ((ids, _), p) in enumerate(zip(rows, params, strict=True))])
+
+
+def run(engine: LMEngine, rows: Rows) -> list[str]:
+    """Answer the rows; return the texts in order."""
+    add(engine, rows)
     found: dict[int, str] = {}
     while len(found) < len(rows):
         for result in engine.step():
