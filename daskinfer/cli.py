@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +30,7 @@ __all__ = ["main"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OK, ERROR, USAGE, ROWS_FAILED = 0, 1, 2, 4
+OK, ERROR, USAGE, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 4, 130
 DEFAULTS = SamplingParams()
 
 
@@ -113,7 +114,9 @@ def run(source: str, sink: str, **options: Any) -> None:
     IN is a .jsonl, .parquet or .csv file, a folder of them, or a pattern. OUT is a folder of Parquet files, or one .jsonl,
     .parquet or .csv file.
     """
-    _finish(_run(source, sink, options), as_json=options["as_json"])
+    with _interruptible(sink):
+        report = _run(source, sink, options)
+    _finish(report, as_json=options["as_json"])
 
 
 @cli.command()
@@ -129,9 +132,26 @@ def demo(output: Path, limit: int | None, workers: int | None, *, quiet: bool) -
     arguments += ["--prompt", "Name the capital of {country}. Answer with the city only."]
     arguments += ["--resume"] if output.exists() else []
     options = {**run.make_context("run", arguments).params, "workers": workers, "limit": limit, "quiet": quiet}
-    report = _run(options.pop("source"), options.pop("sink"), options)
+    with _interruptible(str(output)):
+        report = _run(options.pop("source"), options.pop("sink"), options)
     _show_sample(output)
     _finish(report, as_json=False)
+
+
+@contextmanager
+def _interruptible(sink: str) -> Iterator[None]:
+    """Exit with 130 on Ctrl-C, which click would make "Aborted!" and 1 of, and say how to go on where there is output."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if isinstance(error.__context__, JobInterruptedError):  # the run had ended so; this one came while closing
+            raise error.__context__ from None
+        from daskinfer.checkpoint.layout import locate
+
+        begun = locate(sink).manifest.exists()
+        again = f". To continue:\n  {_resume_command(sys.argv[1:])}" if begun else ""
+        click.echo(f"interrupted{again}", err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
@@ -224,8 +244,10 @@ def _finish(report: RunReport, *, as_json: bool) -> None:
 
 
 def _resume_command(arguments: list[str]) -> str:
-    kept = [a for a in arguments if a not in ("--overwrite", "--resume")]
-    return shlex.join(["daskinfer", *kept, *([] if kept[:1] == ["demo"] else ["--resume"])])
+    """Return the command that goes on; with --retry-failed alone, --resume would add all rows that never ran."""
+    if arguments[:1] == ["demo"] or "--retry-failed" in arguments:
+        return shlex.join(["daskinfer", *arguments])
+    return shlex.join(["daskinfer", *(a for a in arguments if a not in ("--overwrite", "--resume")), "--resume"])
 
 
 def main() -> None:
@@ -246,4 +268,4 @@ def main() -> None:
         sys.exit(ERROR)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
