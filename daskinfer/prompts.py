@@ -9,6 +9,7 @@ Runs on: client | worker.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from daskinfer.records import FailureKind, Input
 
 __all__ = ["Problem", "Prompter", "prompter"]
 
+_WIDEST = 10_000
 _BRACES = "write {{ and }} for literal braces"
 
 
@@ -196,6 +198,8 @@ def _check_field(template: str, field: str, how: tuple[str, str | None], availab
         raise TemplateError(
             template, f"the format of {{{field}}} holds a column; only plain formats such as {{price:.2f}}"
         )
+    if any(int(number) > _WIDEST for number in re.findall(r"\d+", spec)):
+        raise TemplateError(template, f"the format {spec!r} of {{{field}}} asks for more than {_WIDEST} characters")
     if field in available:
         return
     if not field or field.isdecimal():

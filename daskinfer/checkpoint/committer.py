@@ -287,5 +287,6 @@ class Checkpoint:
         manifest.rows, manifest.failed, manifest.updated = counts.rows, counts.failed, self._now
         manifest.files = list(opened.source.files)
         manifest.done = opened.published.rows if in_file else None
+        manifest.bytes = opened.layout.target.stat().st_size if in_file else None
         opened.save()
         self._saved = self._now

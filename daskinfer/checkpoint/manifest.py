@@ -56,6 +56,8 @@ class Manifest:
         The rows in a single file that is finished.
     versions : dict of str to str
         Of what wrote it last.
+    bytes : int or None
+        Size of a single file that is finished.
     record : dict
         What the first run noted for those that resume it, such as the seed it drew.
     """
@@ -75,6 +77,7 @@ class Manifest:
     failed: int = 0
     done: Intervals | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    bytes: int | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- on disk

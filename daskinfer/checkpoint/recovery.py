@@ -27,6 +27,7 @@ def recover(opened: Opened, *, resume: bool, retry_failed: bool) -> None:
     manifest, published = opened.manifest, opened.published
     has_more = _has_more(opened.source, manifest)
     if manifest.done is not None:
+        _check_size(opened)
         opened.clean(chunks=True)
         if not has_more and not retry_failed:
             opened.is_settled = True
@@ -50,11 +51,23 @@ def recover(opened: Opened, *, resume: bool, retry_failed: bool) -> None:
     opened.done = there.difference(failed)
     waiting = in_parts.difference(failed_parts)
     opened.ahead = sorted([(*pair, True) for pair in published.rows] + [(*pair, False) for pair in waiting])
-    if manifest.complete and not has_more:
+    gone = manifest.rows - there.count if manifest.complete else 0
+    if manifest.complete and not has_more and gone <= 0:
         opened.remaining = failed.count
     elif opened.source.total is not None:
         opened.remaining = opened.source.total - opened.rows_done
-    manifest.complete = manifest.complete and not has_more
+    manifest.complete = manifest.complete and not has_more and gone <= 0
+
+
+def _check_size(opened: Opened) -> None:
+    """Refuse a finished single file that somebody cut or added to."""
+    size, target = opened.manifest.bytes, opened.layout.target
+    found = target.stat().st_size
+    if size is not None and found != size:
+        raise OutputError(
+            f"{target} is not as this run left it ({size} bytes then, {found} now), so it cannot be continued; restore it, "
+            "or start again with overwrite=True (--overwrite)"
+        )
 
 
 def _has_more(source: Source, manifest: Manifest) -> bool:

@@ -195,7 +195,9 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001 - comms raise many kinds; what matters is for how long
                 closed = self.client.status in ("closing", "closed")  # a dropped connection is made again by Dask
                 if closed or time.monotonic() - self._heard > limit:
-                    self.fail(ClusterError(f"the Dask scheduler was lost: {describe(error)}"))
+                    where = getattr(self.client.scheduler, "address", "")
+                    told = f"the Dask scheduler {where} was lost ({describe(error)}); what a run has written is safe"
+                    self.fail(ClusterError(f"{told}: start the cluster again, and run with resume=True (--resume)"))
                     return
             verdict = self._verdict(time.monotonic())
             if verdict is not None:

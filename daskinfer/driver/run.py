@@ -75,7 +75,9 @@ class RunOptions:
     postprocess: Postprocess | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and (isinstance(self.limit, bool) or self.limit < 0):
+        if self.limit is not None and (
+            isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0
+        ):
             raise ConfigError(f"limit={self.limit!r}: must be None or a number of rows ≥ 0")
         if self.overwrite and (self.resume or self.retry_failed):
             other = "resume" if self.resume else "retry_failed"
@@ -84,6 +86,8 @@ class RunOptions:
             raise ConfigError("token_ids: the output of a run is text; token ids come from generate, stream and submit")
         if self.preprocess is not None and (self.prompt, self.columns, self.messages) != (None, None, None):
             raise ConfigError("preprocess makes the prompts: leave prompt, columns and messages out")
+        if not isinstance(self.output_column, str) or not self.output_column:
+            raise ConfigError(f"output_column={self.output_column!r}: must be the name of a column")
         StopRule(self.max_failures)
 
 

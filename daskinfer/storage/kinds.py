@@ -20,6 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from daskinfer.errors import InputError
+from daskinfer.inputs import bad_character
 from daskinfer.storage.base import shown
 
 __all__ = [
@@ -74,7 +76,18 @@ _FITTING: dict[Kind, frozenset[type]] = {
 
 
 def field_of(kind: Kind | pa.DataType, name: str) -> pa.Field:
-    """Return the Arrow field of a column."""
+    """Return the Arrow field of a column.
+
+    Raises
+    ------
+    InputError
+        Its name is not valid text.
+    """
+    if bad_character(name) is not None:
+        raise InputError(
+            f"the column name {name!r} is not valid text (half of a surrogate pair); rename that column, or leave it out "
+            "(keep=, --keep)"
+        )
     if kind is Kind.JSON:
         return json_field(name)
     return pa.field(name, kind.arrow if isinstance(kind, Kind) else kind)

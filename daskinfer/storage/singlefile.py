@@ -54,10 +54,15 @@ def write_single(kind: str, file: IO[bytes], tables: Iterable[pa.Table], schema:
         return
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     rows = csv.writer(text, delimiter=_mark(kind), lineterminator="\n")
+    # The writer quotes only what its own line end needs, and readers take a carriage return alone for a line end, too.
+    careful = csv.writer(text, delimiter=_mark(kind), lineterminator="\n", quoting=csv.QUOTE_ALL)
     rows.writerow(schema.names)
     for table in tables:
         columns = [as_text(table.column(at), table.schema.field(at)) for at in range(table.num_columns)]
-        rows.writerows(zip(*columns, strict=True))
+        if any("\r" in value for column in columns for value in column if value):
+            careful.writerows(zip(*columns, strict=True))
+        else:
+            rows.writerows(zip(*columns, strict=True))
     text.detach()
 
 

@@ -294,3 +294,39 @@ def test_c35_a_full_disk_is_said_and_a_rerun_resumes(
     assert report.rows == 200
     assert report.skipped > 0
     assert list(pd.read_parquet(tmp_path / "out")["output"]) == [f"<row {i}>" for i in range(200)]
+
+
+def test_c36_a_torn_chunk_of_a_finished_run_is_redone(cluster: LocalCluster, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with driver_for(cluster) as driver:
+        driver.run([f"row {i}" for i in range(50)], out)
+        [chunk] = out.glob("data*")
+        chunk.write_bytes(chunk.read_bytes()[:200])
+        report = driver.run([f"row {i}" for i in range(50)], out, resume=True)
+        assert (report.completed, report.rows) == (50, 50)
+        assert list(pd.read_parquet(out)["output"]) == [f"<row {i}>" for i in range(50)]
+        single = tmp_path / "out.jsonl"
+        driver.run(["a", "b"], single)
+        single.write_bytes(single.read_bytes()[:-30])
+        with pytest.raises(OutputError, match="is not as this run left it"):
+            driver.run(["a", "b"], single, resume=True)
+
+
+def test_a_carriage_return_survives_a_csv_file(cluster: LocalCluster, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    with driver_for(cluster) as driver:
+        assert driver.run(["a\rb", "ok", "", "c\r\nd"], out).failed == 1
+        frame = pd.read_csv(out, keep_default_na=False)
+        assert list(frame["prompt"]) == ["a\rb", "ok", "", "c\r\nd"]
+        assert driver.run(["a\rb", "ok", "", "c\r\nd"], out, retry_failed=True, resume=True).rows == 4
+
+
+def test_settings_of_a_wrong_type_are_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    driver = driver_for(cluster)
+    for wrong, said in (({"limit": "3"}, "limit"), ({"limit": 1.5}, "limit"), ({"output_column": ""}, "output_column")):
+        with pytest.raises(ConfigError, match=said):
+            driver.run(["a"], tmp_path / "out", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TemplateError, match="more than"):
+        driver.run([{"a": "x"}], tmp_path / "out", prompt="{a:1000000000}")
+    with pytest.raises(InputError, match="not valid text"):
+        driver.run([{"prompt": "b", "\ud800": 1}], tmp_path / "out", columns="prompt")
