@@ -68,9 +68,9 @@ def test_what_dask_has_another_place_for_is_one_warning(name: str) -> None:
     ("config", "kind", "said"),
     [
         (
-            {"modle": "x"},
+            {"modelname": "x"},
             UnknownOptionError,
-            "has no option 'modle'; it has actor_cpu, actor_gpu, batch_size",
+            "has no option 'modelname'; it has actor_cpu, actor_gpu, batch_size",
         ),
         ({}, ConfigError, "model=None"),
         ({"model": "echo", "batch_size": 0}, ConfigError, "batch_size=0"),
