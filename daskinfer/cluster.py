@@ -84,7 +84,7 @@ class Connection:
                 self.cluster.close()
 
 
-def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) -> Connection:
+def connect(cluster: Any = None, *, workers: int | None = None) -> Connection:
     """Attach to a cluster, or make the default one.
 
     Parameters
@@ -93,8 +93,6 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
         None makes a LocalCluster; a str is a scheduler's address or the path of a scheduler file.
     workers : int or None
         Workers of the cluster to be made; with a cluster object: scale it to so many.
-    slots : int
-        Batches per worker, for which the workers of a new cluster need threads.
 
     Raises
     ------
@@ -104,7 +102,7 @@ def connect(cluster: Any = None, *, workers: int | None = None, slots: int = 8) 
         ``workers`` with something that cannot be scaled, or a cluster of an unknown kind.
     """
     if cluster is None:
-        made = local_cluster(workers, slots=slots)
+        made = local_cluster(workers)
         with _closed_unless_done(made):
             return Connection(Client(made), made, owns_client=True, owns_cluster=True, expected=len(made.worker_spec))
     scalable: Any = cluster.cluster if isinstance(cluster, Client) else cluster
@@ -184,15 +182,13 @@ class _Local(LocalCluster):
         return spec
 
 
-def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_address: str = ":8787") -> LocalCluster:
-    """Start the default cluster on this machine.
+def local_cluster(workers: int | None = None, *, dashboard_address: str = ":8787") -> LocalCluster:
+    """Start the default cluster on this machine: its workers have its cores, shared evenly, as threads.
 
     Parameters
     ----------
     workers : int or None
         None: one per GPU, or one on a machine without.
-    slots : int
-        Each worker has so many threads besides its share of the cores: a thread for each batch it awaits.
     dashboard_address : str
         Where the dashboard listens; another port is taken when it is occupied.
     """
@@ -205,7 +201,7 @@ def local_cluster(workers: int | None = None, *, slots: int = 8, dashboard_addre
     cores = max(1, (psutil.cpu_count() or 1) // count)
     with _worker_settings():
         made = _Local(  # type: ignore[no-untyped-call]
-            n_workers=0, threads_per_worker=slots + cores, dashboard_address=_free(dashboard_address)
+            n_workers=0, threads_per_worker=cores, dashboard_address=_free(dashboard_address)
         )
     with _closed_unless_done(made):
         made.gpus = gpus

@@ -18,9 +18,8 @@ from typing import Any
 from distributed import Client
 
 from daskinfer.cluster import PAUSE_SHARE, by_value, connect, model_bytes
-from daskinfer.config import BatchPolicy, ModelSpec
+from daskinfer.config import ModelSpec
 from daskinfer.version import __version__
-from daskinfer.worker import compute_threads
 
 __all__ = ["Finding", "diagnose", "examine", "judge"]
 
@@ -163,7 +162,7 @@ def _of_versions(where: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _of_threads(where: str, facts: Mapping[str, Any], cores: int) -> Iterator[Finding]:
-    threads = compute_threads(facts["nthreads"], BatchPolicy().slots)
+    threads = facts["nthreads"]
     if facts["worker"] and not facts["gpus"] and threads < cores:
         what = f"{facts['nthreads']} thread{'s' * (facts['nthreads'] > 1)} (nthreads), and {cores} cores for it"
         cost = f"an engine computes with {threads} of the cores (threads to await batches are added by themselves)"

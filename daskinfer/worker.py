@@ -14,7 +14,6 @@ import logging
 import os
 from typing import Any
 
-import dask
 import psutil
 from distributed import Worker, get_worker
 from distributed.diagnostics import nvml
@@ -104,7 +103,7 @@ class ModelWorker(WorkerPlugin):
         offered = worker.state.total_resources
         if any(offered.get(name, 0) < amount for name, amount in self.requires.items()):
             return
-        threads = self.spec.threads or dask.config.get("daskinfer.engine-threads", None) or worker.state.nthreads
+        threads = self.spec.threads or threads_of(worker)
         settings = HostSettings(self.health, threads, {}, worker.address)
         self.host = Host(self.spec, settings, self._state_changed)
         self._task = asyncio.create_task(self._load(worker, self.host))
@@ -174,6 +173,13 @@ class ModelWorker(WorkerPlugin):
 def heartbeat_figures(worker: Worker) -> dict[str, dict[str, Any]]:
     """Return the figures of every model on this worker, by the key of its specification."""
     return {p.spec.key: p.figures() for p in worker.plugins.values() if isinstance(p, ModelWorker)}
+
+
+def threads_of(worker: Worker) -> int:
+    """Return the threads a worker was given, without those that models added to await their batches."""
+    models = (p for p in worker.plugins.values() if isinstance(p, ModelWorker))
+    added = sum(p.slots for p in models if worker.state.total_resources.get(p.name))
+    return max(1, worker.state.nthreads - added)
 
 
 def gpu_figures() -> dict[str, Any]:

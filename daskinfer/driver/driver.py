@@ -150,7 +150,7 @@ class Driver(Service):
 
     def _begin(self) -> Dispatcher:
         with lost_is_said("connecting to the cluster"):
-            self._connection = connect(self._cluster, workers=self._workers, slots=self.batch.slots)
+            self._connection = connect(self._cluster, workers=self._workers)
         try:
             check_workers(self._connection, self.spec, self.requires)
             dispatcher = Dispatcher(

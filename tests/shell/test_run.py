@@ -325,7 +325,7 @@ def test_settings_of_a_wrong_type_are_named(cluster: LocalCluster, tmp_path: Pat
     driver = driver_for(cluster)
     for wrong, said in (({"limit": "3"}, "limit"), ({"limit": 1.5}, "limit"), ({"output_column": ""}, "output_column")):
         with pytest.raises(ConfigError, match=said):
-            driver.run(["a"], tmp_path / "out", **wrong)  # type: ignore[arg-type]
+            driver.run(["a"], tmp_path / "out", **wrong)
     with pytest.raises(TemplateError, match="more than"):
         driver.run([{"a": "x"}], tmp_path / "out", prompt="{a:1000000000}")
     with pytest.raises(InputError, match="not valid text"):
