@@ -202,7 +202,7 @@ class Stream:
     async def _watch(self, batch: Batch, future: Future[Any]) -> None:
         """Wait for a batch's future, and tell the window; letting go of the future lets go of the batch."""
         try:
-            report: Report = await future
+            report: Report = await _result(future)
         except FutureCancelledError as error:
             report = _lost(batch, FaultKind.PREEMPTED, f"Dask cancelled the batch: {error}")
         except KilledWorker as error:
@@ -250,6 +250,23 @@ class Stream:
         if due is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, due - now), self._handle, w.Tick())
+
+
+async def _result(future: Future[Any]) -> Any:
+    """Wait for a future's result, in a way that may be cancelled at any moment.
+
+    Dask fetches the results of all who wait in one go: cancelling one of them in there would cancel, or lose, the others'.
+    So only the wait for the batch's end is given up, and a fetch that has begun comes to its end.
+    """
+    assert future._state is not None  # noqa: SLF001
+    await future._state.wait()  # noqa: SLF001 - the public ways to wait also fetch, or take the process's default client
+    fetch = asyncio.ensure_future(_fetched(future))
+    fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(fetch)
+
+
+async def _fetched(future: Future[Any]) -> Any:
+    return await future
 
 
 def _lost(batch: Batch, kind: FaultKind, message: str, worker: str = "") -> Report:

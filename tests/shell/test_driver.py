@@ -90,6 +90,16 @@ def test_leaving_a_stream_early_aborts_the_rows_in_flight(cluster: LocalCluster,
         assert prefixes == []
 
 
+def test_streams_that_are_left_do_not_disturb_others(cluster: LocalCluster) -> None:
+    """Dask fetches results for all who wait at once: giving up one batch must not lose another's."""
+    with Driver(echo_spec(lengths=20, step_s=0.002, capacity=4), cluster=cluster, health=QUICK) as driver:
+        for _ in range(8):
+            for result in driver.stream(texts(1_000_000)):
+                if result.id == 5:
+                    break
+            assert driver.generate(["x"])[0].ok
+
+
 def test_a_held_stream_restores_order_in_bounded_memory(cluster: LocalCluster) -> None:
     """Row 0 takes far longer than the others; the buffer is far smaller than the answers."""
     spec = echo_spec(lengths=[400] + [1] * 9_999, step_s=0.002, capacity=4)
