@@ -17,8 +17,9 @@ from typing import Any
 
 from distributed import Client
 
-from daskinfer.cluster import PAUSE_SHARE, by_value, connect, model_bytes
+from daskinfer.cluster import connect
 from daskinfer.config import ModelSpec
+from daskinfer.preflight import PAUSE_SHARE, by_value, model_bytes
 from daskinfer.version import __version__
 
 __all__ = ["Finding", "diagnose", "examine", "judge"]

@@ -191,7 +191,7 @@ class Dispatcher:
             await asyncio.sleep(self.health.poll_s)
             limit = self.health.heartbeat_timeout_s
             try:
-                await asyncio.wait_for(self._poll(), limit)
+                await asyncio.wait_for(self._poll(), max(limit, 5.0))
             except Exception as error:  # noqa: BLE001 - comms raise many kinds; what matters is for how long
                 closed = self.client.status in ("closing", "closed")  # a dropped connection is made again by Dask
                 if closed or time.monotonic() - self._heard > limit:

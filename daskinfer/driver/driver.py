@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from distributed import Client
 
-from daskinfer.cluster import Connection, check_workers, connect, lost_is_said
+from daskinfer.cluster import Connection, connect
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy, from_mapping
 from daskinfer.driver.aio import awaitable, iterated
 from daskinfer.driver.answers import answers
@@ -28,6 +28,7 @@ from daskinfer.driver.sketch import Plan, translated
 from daskinfer.driver.tasks import Tasks
 from daskinfer.engines import engine_class, engine_fields, resolve
 from daskinfer.errors import ConfigError, ResourceError
+from daskinfer.preflight import check_workers, lost_is_said
 from daskinfer.records import Event, Input, Request, Result, SamplingParams, WorkerView
 from daskinfer.report import RunReport
 
@@ -152,7 +153,7 @@ class Driver(Service):
         with lost_is_said("connecting to the cluster"):
             self._connection = connect(self._cluster, workers=self._workers)
         try:
-            check_workers(self._connection, self.spec, self.requires)
+            check_workers(self._connection.client, self.spec, self.requires)
             dispatcher = Dispatcher(
                 self._connection.client,
                 self.spec,

@@ -12,10 +12,12 @@ from distributed import LocalCluster
 from distributed.deploy.spec import SpecCluster
 
 import daskinfer.cluster
-from daskinfer.cluster import Connection, _preloads, _worker_settings, check_workers, connect, local_cluster
+from daskinfer import preflight
+from daskinfer.cluster import Connection, _preloads, _worker_settings, connect, local_cluster
 from daskinfer.config import ModelSpec
 from daskinfer.driver import Driver
 from daskinfer.errors import ClusterError, VersionError
+from daskinfer.preflight import check_workers
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -110,11 +112,11 @@ def _old() -> str | None:
 
 @pytest.mark.cluster
 def test_a_scheduler_with_another_version_is_refused(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daskinfer.cluster, "_version", _old)
+    monkeypatch.setattr(preflight, "_version", _old)
     connection = connect(cluster)
     try:
         with pytest.raises(VersionError, match=r"but scheduler: 0\.0\.1; on the scheduler") as said:
-            check_workers(connection, ModelSpec("echo", engine="echo"))
+            check_workers(connection.client, ModelSpec("echo", engine="echo"))
         assert said.value.found == {"scheduler": "0.0.1"}
     finally:
         connection.close()

@@ -13,8 +13,7 @@ import pytest
 from distributed import Client, LocalCluster
 from distributed.diagnostics import nvml
 
-import daskinfer.cluster
-from daskinfer import worker
+from daskinfer import preflight, worker
 from daskinfer.cluster import local_cluster
 from daskinfer.config import BatchPolicy, HealthPolicy
 from daskinfer.driver import Driver
@@ -219,7 +218,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts() -> None:
 
 
 def test_workers_with_another_version_are_refused(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daskinfer.cluster, "__version__", "99.0")
+    monkeypatch.setattr(preflight, "__version__", "99.0")
     with pytest.raises(VersionError, match=r"pip install 'daskinfer==99\.0'"):
         Driver(echo_spec(), cluster=cluster).start()
 

@@ -17,7 +17,8 @@ import daskinfer.cli
 from daskinfer.checkpoint import Checkpoint
 from daskinfer.cli import _resume_command, main
 from daskinfer.driver import Driver
-from daskinfer.driver.run import Interrupt, RunOptions, _rows_left
+from daskinfer.driver.interrupts import Interrupt
+from daskinfer.driver.run import RunOptions, _rows_left
 from daskinfer.errors import ClusterError, JobInterruptedError, OutputError
 
 

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-import daskinfer.cluster
-from daskinfer import Driver
+from daskinfer import Driver, preflight
 from daskinfer.config import HealthPolicy
 from daskinfer.errors import VersionError
 from daskinfer.testing import call_counts, echo_spec, loads, wait_until
@@ -134,7 +133,7 @@ def test_workers_without_daskinfer_are_refused_before_any_plugin_is_sent(
     def lacking(dask_worker: Any) -> dict[str, Any]:
         return {"version": None}
 
-    monkeypatch.setattr(daskinfer.cluster, "_describe", lacking)
+    monkeypatch.setattr(preflight, "_describe", lacking)
     with Client(cluster) as client:
         before = plugins(client)
         with pytest.raises(VersionError, match=r"not installed.*pip install 'daskinfer=="):
