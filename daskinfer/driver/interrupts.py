@@ -36,6 +36,7 @@ class Interrupt:
         self.signum = int(signal.SIGINT)
 
     def __call__(self, signum: int, frame: FrameType | None = None) -> None:
+        """Take a signal, as a handler of Python's."""
         if not self.asked:
             self.signum = signum
         self.insisted, self.asked = self.asked, True
