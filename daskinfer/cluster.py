@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,7 +172,9 @@ def local_cluster(workers: int | None = None, *, dashboard_address: str = ":8787
     if count < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     cores = max(1, (psutil.cpu_count() or 1) // count)
-    with _worker_settings():
+    with _worker_settings(), warnings.catch_warnings():
+        # Between the look for a free port and its use another process may take it; Dask takes another one then, and warns.
+        warnings.filterwarnings("ignore", message="Port", category=UserWarning)
         made = _Local(  # type: ignore[no-untyped-call]
             n_workers=0, threads_per_worker=cores, dashboard_address=_free(dashboard_address)
         )
