@@ -44,7 +44,7 @@ demo: $(STAMP)
 	@$(BIN)/daskinfer demo
 
 test: $(STAMP)
-	@$(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu" $(COVER)
+	@$(PYTEST) -n 2 --dist loadfile -m "not slow and not gpu" $(COVER)
 
 test-slow: $(STAMP)
 	@$(PYTEST) -m "slow and not gpu" || test $$? -eq 5  # 5: there are none
