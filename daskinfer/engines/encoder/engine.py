@@ -141,7 +141,7 @@ class EncoderEngine(BatchEngine):
         threads = torch.get_num_threads()
         self.lanes = self.options.max_batch_lanes or (min(threads, 8) if on_cpu else 1)
         self.size = self._most = self.options.max_batch_tokens or (1024 if on_cpu else 32_768)
-        self.rows = self.options.max_batch_rows or max(self.size // 16, 1)
+        self.rows = self.options.max_batch_rows or max(self.size // 8, 1)
         if on_cpu and self.lanes > 1:
             torch.set_num_threads(max(1, threads // self.lanes))
         self._threads = ThreadPoolExecutor(self.lanes, "encoder-lane")
@@ -189,10 +189,10 @@ class EncoderEngine(BatchEngine):
 
     def _start(self) -> None:
         assert self._threads is not None
-        free = self.lanes - len(self._running)
         held = sum(tokens for tokens, _ in self._waiting.values())
-        if held < free * self._most:  # the last rows are shared by the lanes
-            self.size = min(self._most, max(_LEAST_TOKENS, -(-held // free)))
+        inside = sum(row.tokens for batch in self._running.values() for row in batch.rows)
+        share = -(-(held + inside // 2) // self.lanes)  # what is inside is half done, on average
+        self.size = min(self._most, max(_LEAST_TOKENS, share))  # so the last rows are shared by the lanes
         chosen = self._choose()
         self.size = self._most
         rows = [row for _, row in chosen if isinstance(row, Row)]

@@ -38,7 +38,7 @@ class EncoderOptions:
     max_batch_tokens : int or None
         Tokens of one forward pass. None: 1024 on a CPU, so that a batch stays in the cache, 32768 elsewhere.
     max_batch_rows : int or None
-        Rows of one forward pass. None: one for each 16 of its tokens.
+        Rows of one forward pass. None: one for each 8 of its tokens.
     max_batch_lanes : int or None
         Forward passes at the same time, each with its share of the threads. None: one per thread, at most 8, on a CPU;
         1 elsewhere.
