@@ -45,7 +45,7 @@ def test_c24_vectors_are_those_of_each_row_alone(tmp_path: Path, kind: str) -> N
     for packing in (True, False):
         found = vectors(spec_of(folder, packing=packing), TEXTS)
         assert found.dtype == np.float32
-        assert np.abs(found - expected).max() < 1e-5
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ def test_c24_each_pooling_is_its_definition(tmp_path: Path, mode: str, packing: 
     folder = make(tmp_path, "bert")
     expected = torch.stack([pooled(tokens, mode) for tokens in hidden(folder, TEXTS)]).numpy()
     found = vectors(spec_of(folder, pooling=mode, packing=packing), TEXTS)
-    assert np.abs(found - expected).max() < 1e-5
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
@@ -72,7 +72,7 @@ def test_c24_last_token_is_the_rows_own_whatever_side_the_tokenizer_pads(tmp_pat
     expected = torch.stack([tokens[-1] for tokens in hidden(folder, TEXTS)]).numpy()
     for packing in (True, False):
         found = vectors(spec_of(folder, pooling="lasttoken", packing=packing), TEXTS)
-        assert np.abs(found - expected).max() < 1e-5
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mates", [[], [words(2, i) for i in range(7)], [words(40, i) for i in range(7)]])
@@ -123,7 +123,7 @@ def test_a_sentence_transformers_folder_is_followed(tmp_path: Path) -> None:
     assert EncoderEngine.output_type(spec_of(folder)) == "float32[64]"
     expected = torch.stack([torch.cat([t[0], t.mean(0)]) for t in hidden(folder, TEXTS)])
     expected = torch.nn.functional.normalize(expected, dim=1)
-    assert np.abs(vectors(spec_of(folder), TEXTS) - expected.numpy()).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder), TEXTS), expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_dense_layer_and_a_transformer_in_a_folder_inside(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_dense_layer_and_a_transformer_in_a_folder_inside(tmp_path: Path) -> N
     weights = load_file(folder / "2_Dense" / "model.safetensors")
     means = torch.stack([t.mean(0) for t in hidden(folder / "0_Transformer", TEXTS)])
     expected = torch.tanh(means @ weights["linear.weight"].T + weights["linear.bias"])
-    assert np.abs(vectors(spec_of(folder), TEXTS) - expected.numpy()).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder), TEXTS), expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_normalize_can_be_switched(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_normalize_can_be_switched(tmp_path: Path) -> None:
     raw = vectors(spec_of(folder, normalize=False), TEXTS)
     unit = vectors(spec_of(folder), TEXTS)
     assert np.allclose(np.linalg.norm(unit, axis=1), 1, atol=1e-5)
-    assert np.abs(raw / np.linalg.norm(raw, axis=1, keepdims=True) - unit).max() < 1e-5
+    np.testing.assert_allclose(raw / np.linalg.norm(raw, axis=1, keepdims=True), unit, rtol=1e-5, atol=1e-5)
     assert np.abs(np.linalg.norm(raw, axis=1) - 1).min() > 1e-3
 
 
@@ -151,7 +151,7 @@ def test_matryoshka_vectors_are_cut_then_normalised(tmp_path: Path) -> None:
     whole = vectors(spec_of(folder, normalize=False), TEXTS)[:, :16]
     assert EncoderEngine.output_type(spec_of(folder, dims=16)) == "float32[16]"
     found = vectors(spec_of(folder, dims=16), TEXTS)
-    assert np.abs(found - whole / np.linalg.norm(whole, axis=1, keepdims=True)).max() < 1e-5
+    np.testing.assert_allclose(found, whole / np.linalg.norm(whole, axis=1, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
 def test_prompts_by_text_by_name_and_by_default(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_prompts_by_text_by_name_and_by_default(tmp_path: Path) -> None:
     folder = sentence_folder(tmp_path, settings=settings)
     expected = vectors(spec_of(folder, prompt=""), [f"w1 w2 {text}" for text in TEXTS])
     for options in ({}, {"prompt_name": "query"}, {"prompt": "w1 w2 "}):
-        assert np.abs(vectors(spec_of(folder, **options), TEXTS) - expected).max() < 1e-6
+        np.testing.assert_allclose(vectors(spec_of(folder, **options), TEXTS), expected, rtol=1e-6, atol=1e-6)
     bare = vectors(spec_of(folder, prompt_name="none"), TEXTS)
-    assert np.abs(bare - vectors(spec_of(folder, prompt=""), TEXTS)).max() < 1e-6
+    np.testing.assert_allclose(bare, vectors(spec_of(folder, prompt=""), TEXTS), rtol=1e-6, atol=1e-6)
     assert np.abs(bare - expected).max() > 1e-3
     with pytest.raises(ConfigError, match=r"no prompt 'passage'; it has 'query', 'none'"):
         loaded(spec_of(folder, prompt_name="passage"))
@@ -178,7 +178,7 @@ def test_a_prompt_may_be_left_out_of_pooling(tmp_path: Path, mode: str) -> None:
         expected = torch.stack([(t * w).sum(0) / w.sum() for t, w in zip(kept, weights, strict=True)])
     else:
         expected = torch.stack([pooled(t, mode) for t in kept])
-    assert np.abs(vectors(spec_of(folder, prompt="w1 w2 "), TEXTS) - expected.numpy()).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder, prompt="w1 w2 "), TEXTS), expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_lower_case_is_followed(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_an_over_long_text_is_cut_where_asked(tmp_path: Path, side: str) -> None
     assert isinstance(found, Completed)
     assert found.usage.prompt_tokens == LIMIT
     assert found.usage.truncated_tokens == 7
-    assert np.abs(found.output - vectors(spec_of(folder), [" ".join(kept)])[0]).max() < 1e-6
+    np.testing.assert_allclose(found.output, vectors(spec_of(folder), [" ".join(kept)])[0], rtol=1e-6, atol=1e-6)
 
 
 def test_the_folders_own_length_counts_and_can_be_raised(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_int8_weights_tell_their_cosine(tmp_path: Path) -> None:
     assert 0.5 < cosine < 1.0
     found = vectors(spec_of(folder, int8_weights=True), TEXTS)
     alone = np.stack([vectors(spec_of(folder, int8_weights=True), [text])[0] for text in TEXTS[:3]])
-    assert np.abs(found[:3] - alone).max() < 1e-5
+    np.testing.assert_allclose(found[:3], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

@@ -76,7 +76,7 @@ def test_lanes_give_the_same(tmp_path: Path, lanes: int) -> None:
     folder = make(tmp_path)
     expected = vectors(spec_of(folder, max_batch_lanes=1), TEXTS)
     found = vectors(spec_of(folder, max_batch_lanes=lanes, max_batch_rows=2), TEXTS)
-    assert np.abs(found - expected).max() < 1e-5
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 class Blocked(EncoderEngine):
@@ -178,7 +178,7 @@ def test_batches_that_do_not_fit_are_halved(tmp_path: Path) -> None:
     for i, row in enumerate(expected):
         result = found[i]
         assert isinstance(result, Completed)
-        assert np.abs(result.output - row).max() < 1e-5
+        np.testing.assert_allclose(result.output, row, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_breaks_the_model_fails_alone(tmp_path: Path) -> None:

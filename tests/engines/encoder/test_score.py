@@ -65,7 +65,9 @@ def test_a_model_with_several_outputs_gives_vectors(tmp_path: Path) -> None:
     spec = spec_of(folder, "score")
     assert EncoderEngine.output_type(spec) == "float32[3]"
     found = np.stack(outputs(spec, _rows()))
-    assert np.abs(found - logits(folder, AutoModelForSequenceClassification, PAIRS).numpy()).max() < 1e-5
+    np.testing.assert_allclose(
+        found, logits(folder, AutoModelForSequenceClassification, PAIRS).numpy(), rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(ConfigError, match="has 3 outputs; rank needs a model with one"):
         EncoderEngine.output_type(spec_of(folder, "score", rank=True))
 

@@ -88,7 +88,7 @@ def test_tiny_models_equal_theirs(library: Any, tmp_path: Path, kind: str, how: 
         how = {**how, "bert": {"max_seq_length": 48, "do_lower_case": False}}
     folder = sentence_folder(tmp_path, kind, **how)
     expected = _encoded(library, folder, LONG)
-    assert np.abs(vectors(spec_of(folder), LONG, RIGHT) - expected).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder), LONG, RIGHT), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_prompts_and_matryoshka_equal_theirs(library: Any, tmp_path: Path) -> None:
@@ -96,15 +96,17 @@ def test_prompts_and_matryoshka_equal_theirs(library: Any, tmp_path: Path) -> No
     pooling = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 32, "include_prompt": False}
     folder = sentence_folder(tmp_path, pooling=pooling, settings=settings)
     expected = _encoded(library, folder, TEXTS)
-    assert np.abs(vectors(spec_of(folder), TEXTS) - expected).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder), TEXTS), expected, rtol=1e-5, atol=1e-5)
     expected = _encoded(library, folder, TEXTS, prompt_name="query", truncate_dim=16, normalize_embeddings=True)
-    assert np.abs(vectors(spec_of(folder, prompt_name="query", dims=16), TEXTS) - expected).max() < 1e-5
+    np.testing.assert_allclose(
+        vectors(spec_of(folder, prompt_name="query", dims=16), TEXTS), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_plain_model_equals_theirs(library: Any, tmp_path: Path) -> None:
     folder = make(tmp_path)
     expected = _encoded(library, folder, TEXTS)
-    assert np.abs(vectors(spec_of(folder), TEXTS) - expected).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec_of(folder), TEXTS), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("outputs_", [1, 3])
@@ -116,7 +118,7 @@ def test_cross_encoders_equal_theirs(library: Any, tmp_path: Path, outputs_: int
         theirs = library.CrossEncoder(str(folder), device="cpu")
     expected = theirs.predict(pairs, batch_size=4, show_progress_bar=False)
     found = np.array(outputs(spec_of(folder, "score"), [list(pair) for pair in pairs]), np.float32)
-    assert np.abs(found - expected).max() < 1e-5
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- a real model
@@ -124,7 +126,7 @@ def test_cross_encoders_equal_theirs(library: Any, tmp_path: Path, outputs_: int
 
 def test_a_real_model_on_real_text_equals_theirs(library: Any, model: str, passages: list[str]) -> None:
     spec = ModelSpec(model, task="embed", device="cpu")
-    assert np.abs(vectors(spec, passages, RIGHT) - _encoded(library, model, passages)).max() < 1e-5
+    np.testing.assert_allclose(vectors(spec, passages, RIGHT), _encoded(library, model, passages), rtol=1e-5, atol=1e-5)
 
 
 def test_a_real_model_on_real_text_equals_the_reference(model: str, passages: list[str]) -> None:
@@ -132,7 +134,7 @@ def test_a_real_model_on_real_text_equals_the_reference(model: str, passages: li
     tokens = hidden(Path(model), some, truncation=True, max_length=256)
     expected = torch.nn.functional.normalize(torch.stack([pooled(t, "mean") for t in tokens]), dim=1).numpy()
     found = vectors(ModelSpec(model, task="embed", device="cpu"), some, SamplingParams(truncate="right"))
-    assert np.abs(found - expected).max() < 1e-5
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     half = vectors(ModelSpec(model, task="embed", device="cpu", options={"precision": "float16"}), some, RIGHT)
     cosine = (half.astype(np.float32) * expected).sum(1) / np.linalg.norm(half.astype(np.float32), axis=1)
     assert cosine.min() >= 0.9999
