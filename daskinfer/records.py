@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 Message: TypeAlias = Mapping[str, Any]
-Input: TypeAlias = str | Sequence[int] | Sequence[Message]
-"""What an engine is given: text, token ids, or chat messages."""
+Input: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+"""What an engine is given: text, token ids, chat messages, or a pair of texts (``text`` and ``text_pair``)."""
 
 
 class FinishReason(StrEnum):
@@ -243,8 +243,8 @@ class Request:
     ----------
     id : int
         File index · 2**40 + row in that file, or the position in the iterable. Stable over retries, restarts and resume.
-    input : str or sequence
-        The prompt, its token ids, or chat messages.
+    input : str, sequence or dict
+        The prompt, its token ids, or chat messages; or a pair ``{"text": …, "text_pair": …}``.
     params : SamplingParams
     raw : bool
         Give text to the model as it is, even when the model has a chat template.
@@ -468,25 +468,38 @@ def _report(key: str, packed: Any, fault: Fault | None, usage: Usage, timings: T
 def pack_results(results: Sequence[Result]) -> tuple[Any, ...]:
     """Turn results into columns that pickle quickly; :func:`unpack_results` is the inverse.
 
-    Outputs that are float32 arrays of one shape travel as one array of shape (rows, …).
+    Outputs that are arrays of one shape and type travel as one array of shape (rows, …).
     """
     done = [r for r in results if isinstance(r, Completed)]
     lost = [(r.id, r.kind, r.message) for r in results if isinstance(r, Failed)]
     usages = [(r.usage.prompt_tokens, r.usage.completion_tokens, r.usage.truncated_tokens) for r in done]
     outputs: Any = [r.output for r in done]
     if outputs and all(hasattr(o, "dtype") and hasattr(o, "shape") for o in outputs):
-        import numpy as np
-
-        if len({(o.shape, str(o.dtype)) for o in outputs}) == 1:
-            outputs = np.stack(outputs)
+        outputs = _block(outputs)
     return [r.id for r in done], outputs, _shared([r.finish_reason for r in done]), _shared(usages), lost
 
 
+def _block(arrays: list[Any]) -> Any:
+    """Return arrays of one shape and type as one array, and others as they are."""
+    import numpy as np
+
+    first = arrays[0]
+    if len({(array.shape, array.dtype) for array in arrays}) > 1:
+        return arrays
+    if not first.shape:
+        return np.stack(arrays)
+    return np.concatenate(arrays).reshape(len(arrays), *first.shape)  # a third of the time of np.stack
+
+
 def unpack_results(packed: tuple[Any, ...]) -> tuple[Result, ...]:
-    """Return the results that :func:`pack_results` packed: the completed ones, then the failed ones."""
+    """Return the results that :func:`pack_results` packed: the completed ones, then the failed ones.
+
+    Vectors are views of the one array that they came in, and rows with the same usage share it.
+    """
     ids, outputs, reasons, usages, lost = packed
     n = len(ids)
-    done = map(Completed, ids, outputs, _spread(reasons, n), (Usage(*u) for u in _spread(usages, n)))
+    known = {usage: Usage(*usage) for usage in set(usages) if usage}
+    done = map(Completed, ids, outputs, _spread(reasons, n), map(known.__getitem__, _spread(usages, n)))
     return (*done, *(Failed(*f) for f in lost))
 
 
@@ -590,7 +603,7 @@ class BatchSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class BatchReturned:
-    """A batch came back, whole or in part; ``kind`` is its fault's kind or ""."""
+    """A batch came back, whole or in part; ``kind`` is its fault's kind or "", ``answered`` the rows with a result."""
 
     at: float
     key: str
@@ -600,6 +613,7 @@ class BatchReturned:
     timings: Timings
     kind: str = ""
     message: str = ""
+    answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)

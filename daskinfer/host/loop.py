@@ -21,12 +21,16 @@ from daskinfer.config import ModelSpec
 from daskinfer.engines import engine_class
 from daskinfer.engines.base import Engine
 from daskinfer.errors import RemoteError, describe
+from daskinfer.rates import Durations
 from daskinfer.records import Batch, Failed, FailureKind, Request, Result, pack_results
 
 __all__ = ["EngineLoop", "serve"]
 
+_NUMBERS = frozenset("biuf")
 TICK_S = 0.1
 """Longest time between two messages of a working engine that finishes no row."""
+STEPS_S = 0.5
+"""Pause between two messages about how long steps take."""
 
 
 class EngineLoop:
@@ -134,6 +138,8 @@ def _sendable(result: Result) -> Result:
     """Return the result, or a failed one where its output cannot leave this process."""
     if isinstance(result, Failed) or isinstance(result.output, str | int | float | NoneType):
         return result
+    if _is_numbers(result.output):
+        return result  # to try it would cost more than all the rest of a vector's way
     kind = type(result.output)
     try:
         if hasattr(result.output, "detach"):
@@ -145,11 +151,17 @@ def _sendable(result: Result) -> Result:
     return result
 
 
+def _is_numbers(output: Any) -> bool:
+    """Whether an output is an array of numbers, which is known without importing numpy."""
+    return type(output).__module__ == "numpy" and getattr(getattr(output, "dtype", None), "kind", "") in _NUMBERS
+
+
 def serve(spec: ModelSpec, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Callable[[tuple[Any, ...]], None]) -> None:
     """Load the engine and run it until a ``("close",)`` message; every outcome is sent as a message.
 
     Sends ``("loaded", stats)`` or ``("failed", type, text)``, then ``("began", keys)``, ``("results", [(key, packed)],
-    ended keys, stats)`` and ``("tick", stats)``. An exception out of ``step`` leaves this function: the engine is dead.
+    ended keys, stats)``, ``("tick", stats)`` and ``("steps", bins)``. An exception out of ``step`` leaves this function: the
+    engine is dead.
     """
     engine: Engine | None = None
     try:
@@ -170,9 +182,13 @@ def serve(spec: ModelSpec, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
 
 
 def _run(loop: EngineLoop, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Callable[[tuple[Any, ...]], None]) -> None:
-    said = time.monotonic()
+    said = told = time.monotonic()
+    steps, counted = Durations(), False
     while True:
         while loop.idle or not inbox.empty():
+            if loop.idle and counted:
+                send(("steps", steps.flat()))
+                counted = False
             match inbox.get():
                 case ("batch", batch):
                     loop.add(batch)
@@ -181,8 +197,14 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
                 case _:
                     return
         loop.admit(lambda key: send(("began", [key])))
+        began = time.monotonic()
         results, ended = loop.step()
         now = time.monotonic()
+        steps.add(now - began)
+        counted = True
+        if now - told > STEPS_S:
+            send(("steps", steps.flat()))
+            told, counted = now, False
         if results or ended:
             packed = [(key, pack_results(rows)) for key, rows in results.items()]
             send(("results", packed, ended, loop.engine.stats()))

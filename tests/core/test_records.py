@@ -285,3 +285,15 @@ def test_every_noun_pickles_and_is_frozen() -> None:
         with pytest.raises(AttributeError):
             setattr(value, type(value).__slots__[0], 3)
     assert sorted(records.__all__) == records.__all__
+
+
+def test_rows_of_a_block_share_it_and_their_usage() -> None:
+    results = [Completed(i, vector, None, Usage(3)) for i, vector in enumerate(np.ones((4, 2), np.int8))]
+    first, *others = unpack_results(pack_results(results))
+    assert isinstance(first, Completed)
+    for other in others:
+        assert isinstance(other, Completed)
+        assert other.output.base is first.output.base
+        assert other.usage is first.usage
+    scalars = pack_results([Completed(i, np.float32(i)) for i in range(3)])
+    assert scalars[1].shape == (3,)
