@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
@@ -18,13 +19,31 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import WorkerState
 
-__all__ = ["DaskinferScheduler", "Leases"]
+__all__ = ["DaskinferScheduler", "Leases", "keep_few_messages"]
 
 logger = logging.getLogger("daskinfer.scheduler")
 
 METRIC = "daskinfer"
 NAME = "daskinfer"
 REDEPLOY_S = 15.0
+MESSAGES_KEPT = 8
+
+
+def keep_few_messages(comm: Any) -> None:
+    """Shorten the log of sent messages of one of Dask's batched comms.
+
+    Dask keeps the last 1,000 messages of every comm for its developers (``distributed.admin.low-level-log-length``), and
+    with them the rows of every batch: 250 MB of a long run, in the driver and again in the scheduler. The setting is read
+    when a comm is made, which is too late for a cluster that runs.
+
+    Parameters
+    ----------
+    comm : distributed.batched.BatchedSend or None
+        Anything without such a log is left alone.
+    """
+    log = getattr(comm, "recent_message_log", None)
+    if isinstance(log, deque) and log.maxlen != MESSAGES_KEPT:
+        comm.recent_message_log = deque(log, maxlen=MESSAGES_KEPT)
 
 
 class Leases:
@@ -94,6 +113,7 @@ class DaskinferScheduler(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note when a worker came."""
         self._first_seen[worker] = monotonic()
+        keep_few_messages(scheduler.stream_comms.get(worker))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Forget a worker."""

@@ -29,7 +29,7 @@ from daskinfer.errors import (
     describe,
 )
 from daskinfer.records import Event, Noted, WorkersSeen, WorkerView
-from daskinfer.scheduler_plugin import DaskinferScheduler
+from daskinfer.scheduler_plugin import DaskinferScheduler, keep_few_messages
 from daskinfer.worker import ModelWorker
 
 __all__ = ["Dispatcher"]
@@ -213,6 +213,7 @@ class Dispatcher:
             logger.warning("the lease on %s had run out: deploying it again", self.spec.model)
             await self._deploy()
         now = self._heard = time.monotonic()
+        keep_few_messages(self.client.scheduler_comm)  # a new one after every reconnect
         gone = {v.address for v in self.views} - {row["address"] for row in rows}
         lost = [WorkerView(address, "lost") for address in sorted(gone)]
         self.views = tuple(_view(row) for row in rows)

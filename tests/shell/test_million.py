@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from distributed import Client, LocalCluster
 
 from daskinfer.driver import Driver
 from daskinfer.records import Event, RowsResolved
+from daskinfer.scheduler_plugin import MESSAGES_KEPT, keep_few_messages
 from daskinfer.testing import echo_spec
 
 ROWS, MARK = 200_000, 50_000
@@ -49,3 +52,21 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         row += len(table)
     assert row == ROWS
     assert peak - at_mark < MOST_GROWTH
+
+
+@pytest.mark.cluster
+def test_sent_batches_are_not_kept_in_the_logs_of_dask() -> None:
+    """Dask logs the last 1,000 messages of each comm, which would be as many batches."""
+    with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster) as client:
+        with Driver(echo_spec(capacity=2), cluster=client) as driver:
+            assert sum(1 for _ in driver.stream(f"row {row}" for row in range(200))) == 200
+        logs = [client.scheduler_comm.recent_message_log]
+        logs += [comm.recent_message_log for comm in cluster.scheduler.stream_comms.values()]
+        assert [log.maxlen for log in logs] == [MESSAGES_KEPT] * 2
+
+
+def test_a_comm_without_a_log_is_left_alone() -> None:
+    comm = SimpleNamespace(recent_message_log=None)
+    keep_few_messages(comm)
+    assert comm.recent_message_log is None
+    keep_few_messages(None)
