@@ -96,7 +96,7 @@ class Chunking:
         if self._filling is not None and self._filling.target is not file:
             self.close()
         if self._filling is None:
-            name = f"{row:019d}" if file is None else f"{file.rows.first:019d}-{file.rows.last:019d}"
+            name = f"{row:019d}" if file is None else f"{file.first:019d}-{file.last:019d}"
             self._filling = Chunk(name, now, file)
             self.chunks.append(self._filling)
         return self._filling

@@ -1,6 +1,7 @@
 """In-progress parts: finished rows of chunks that are not complete, safe on disk a few seconds after they came.
 
-A part holds row ids and the output's columns. Its name says which rows it can hold, and for contiguous ones exactly which.
+A part holds row ids and the output's columns. Its name says which rows it can hold, and for contiguous ones exactly which;
+the footer of the others does.
 A row may be in two parts, when it was tried again; the later part counts.
 
 Runs on: client.
@@ -9,6 +10,7 @@ Runs on: client.
 from __future__ import annotations
 
 import logging
+import os
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -20,7 +22,15 @@ import numpy as np
 import pyarrow as pa
 
 from daskinfer.checkpoint.layout import Layout, PartName
-from daskinfer.checkpoint.parquetio import is_whole, latest_of, read_table, runs_of, write_table
+from daskinfer.checkpoint.parquetio import (
+    is_whole,
+    latest_of,
+    merged,
+    read_table,
+    runs_in_footer,
+    runs_of,
+    write_part,
+)
 from daskinfer.errors import OutputError, describe
 from daskinfer.storage.fileops import FileOps
 from daskinfer.storage.intervals import Intervals
@@ -29,13 +39,23 @@ __all__ = ["Loaded", "Parts"]
 
 logger = logging.getLogger(__name__)
 _ID = pa.field("daskinfer.row", pa.int64())
+_MANY_RUNS = 1 << 17  # so many more are held before they are merged: 2 MB
 
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    path: Path
-    name: PartName
+    """A part as it is remembered; there may be hundreds of thousands, so its path is made when it is needed."""
+
+    folder: Path
+    number: int
+    first: int
+    last: int
+    count: int
     left: int  # rows that are not published yet
+
+    @property
+    def path(self) -> Path:
+        return self.folder / str(PartName(self.number, self.first, self.last, self.count))
 
 
 @dataclass(frozen=True)
@@ -78,38 +98,43 @@ class Parts:
     def scan(self, published: Intervals) -> Intervals:
         """Find what is there and return its rows without those that are published.
 
-        Contiguous parts are not opened. Torn ones are deleted, to be redone; so are those with nothing unpublished.
+        Of a contiguous part the name is enough, of others the footer. Torn ones are deleted, to be redone; so are those with
+        nothing unpublished.
         """
-        self._parts, held = [], [np.empty((0, 2), np.int64)]
-        for path, name in self._listed():
+        self._parts, held, waiting = [], [], 0
+        for folder, entry, name in self._listed():
             self._number = max(self._number, name.number + 1)
-            runs = self._runs(path, name)
+            runs = _runs(f"{folder}/{entry}", name)
             if runs is None:
-                logger.warning("%s is torn; it is deleted and its rows will be redone", path)
-                self._ops.remove(path)
+                logger.warning("%s is torn; it is deleted and its rows will be redone", folder / entry)
+                self._ops.remove(folder / entry)
                 continue
+            left = name.count
             if published.overlaps(name.first, name.last + 1):
                 runs = np.array(list(Intervals(runs.tolist()).difference(published)), np.int64).reshape(-1, 2)
-            if not len(runs):
-                self._ops.remove(path)
+                left = int((runs[:, 1] - runs[:, 0]).sum())
+            if not left:
+                self._ops.remove(folder / entry)
                 continue
-            self._parts.append(_Part(path, name, int((runs[:, 1] - runs[:, 0]).sum())))
+            self._parts.append(_Part(folder, name.number, name.first, name.last, name.count, left))
             held.append(runs)
-        self._parts.sort(key=lambda part: part.name.first)
-        every = np.concatenate(held)
-        return Intervals(every[np.argsort(every[:, 0], kind="stable")].tolist())
+            waiting += len(runs)
+            if waiting > max(_MANY_RUNS, len(held[0])):
+                held, waiting = [merged(held)], 0
+        self._parts.sort(key=lambda part: part.first)
+        return Intervals.from_runs(*merged(held).T)
 
     def write(self, chunk: str, ids: Any, table: pa.Table) -> None:
         """Put finished rows, sorted by id, on disk."""
         name = PartName(self._number, int(ids[0]), int(ids[-1]), len(ids))
         folder = self._layout.parts / f"{self._prefix}{chunk}"
         self._ops.make_folder(folder)
-        path = folder / str(name)
         columns = [pa.array(ids, pa.int64()), *table.columns]
         whole = pa.Table.from_arrays(columns, schema=pa.schema([_ID, *self._schema]))
-        write_table(path, path.with_name(f"{name}.tmp"), whole, self._ops)
+        write_part(folder / str(name), folder / f"{name}.tmp", whole, self._ops, ids)
         self._number += 1
-        insort(self._parts, _Part(path, name, len(ids)), key=lambda part: part.name.first)
+        part = _Part(folder, name.number, name.first, name.last, name.count, name.count)
+        insort(self._parts, part, key=lambda part: part.first)
 
     def load(self, first: int, last: int) -> Loaded:
         """Read the rows with ids from ``first`` to ``last``.
@@ -119,8 +144,8 @@ class Parts:
         OutputError
             A part is damaged; it is set aside, and a resumed run redoes its rows.
         """
-        wanted = [part for part in self._upto(last) if part.name.last >= first]
-        wanted.sort(key=lambda part: part.name.number)
+        wanted = [part for part in self._upto(last) if part.last >= first]
+        wanted.sort(key=lambda part: part.number)
         ids, tables = [np.empty(0, np.int64)], [self._schema.empty_table()]
         for part in wanted:
             part_ids, table = self._read(part)
@@ -153,7 +178,7 @@ class Parts:
     def errors(self) -> Intervals:
         """Return the rows whose latest result is an error."""
         failed: set[int] = set()
-        for part in sorted(self._parts, key=lambda part: part.name.number):
+        for part in sorted(self._parts, key=lambda part: part.number):
             ids, table = self._read(part)
             is_failed = np.asarray(table.column("error").is_valid())
             failed.difference_update(ids[~is_failed].tolist())
@@ -171,33 +196,23 @@ class Parts:
         try:
             for part in parts:
                 self._ops.remove(part.path)
-            for folder in {part.path.parent for part in parts}:
+            for folder in {part.folder for part in parts}:
                 self._ops.remove_folder(folder)
         except OSError as error:  # it does no harm: their rows are published, so the next run passes over them
             logger.warning("%s: parts could not be deleted (%s)", self._layout.parts, error)
 
-    def _listed(self) -> Iterator[tuple[Path, PartName]]:
+    def _listed(self) -> Iterator[tuple[Path, str, PartName]]:
         if not self._layout.parts.is_dir():
             return
         for folder in sorted(self._layout.parts.iterdir()):
             if folder.is_dir() and folder.name.startswith("retry-") == bool(self._prefix):
-                for path in sorted(folder.iterdir()):
-                    name = PartName.parse(path.name)
+                for entry in sorted(os.listdir(folder)):  # noqa: PTH208 - there may be very many, and no paths are wanted
+                    name = PartName.parse(entry)
                     if name is not None:
-                        yield path, name
-
-    def _runs(self, path: Path, name: PartName) -> Any:
-        """Return the runs of ids in a part, or None if it is torn."""
-        if not is_whole(path):
-            return None
-        if name.is_contiguous:
-            return np.array([[name.first, name.last + 1]], np.int64)
-        with suppress(OSError, pa.ArrowException):
-            return runs_of(read_table(path, [_ID.name]).column(0).to_numpy())
-        return None
+                        yield folder, entry, name
 
     def _upto(self, last: int) -> list[_Part]:
-        return self._parts[: bisect_right(self._parts, last, key=lambda part: part.name.first)]
+        return self._parts[: bisect_right(self._parts, last, key=lambda part: part.first)]
 
     def _read(self, part: _Part) -> tuple[Any, pa.Table]:
         try:
@@ -207,6 +222,24 @@ class Parts:
                 self._ops.replace(part.path, part.path.with_name(f"damaged-{part.path.name}"))
             raise OutputError(
                 f"{part.path} is damaged ({describe(error)}) and was set aside; run again with resume=True (--resume): "
-                f"its {part.name.count} rows will be redone"
+                f"its {part.count} rows will be redone"
             ) from error
         return table.column(0).to_numpy(), table.select(range(1, table.num_columns)).cast(self._schema)
+
+
+def _runs(path: str, name: PartName) -> Any:
+    """Return the runs of ids in a part, or None if it is torn."""
+    if name.is_contiguous:
+        return np.array([[name.first, name.last + 1]], np.int64) if is_whole(path) else None
+    runs = runs_in_footer(path)
+    if runs is not None and _fits(runs, name):
+        return runs
+    with suppress(OSError, pa.ArrowException):  # its footer does not say, as in parts of earlier versions
+        return runs_of(read_table(Path(path), [_ID.name]).column(0).to_numpy())
+    return None
+
+
+def _fits(runs: Any, name: PartName) -> bool:
+    """Tell whether runs of ids are those that a part's name promises."""
+    said = (runs[0, 0], runs[-1, 1], (runs[:, 1] - runs[:, 0]).sum())
+    return said == (name.first, name.last + 1, name.count)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from daskinfer.checkpoint.layout import EMPTY_DATA, Layout, data_span
+from daskinfer.checkpoint.layout import EMPTY_DATA, Layout, data_name, data_span
 from daskinfer.checkpoint.parquetio import ids_of, is_whole, positions_of, read_table, rows_of, write_table
 from daskinfer.errors import OutputError
 from daskinfer.storage.base import FILE_ROWS
@@ -37,12 +37,33 @@ class Counts:
     failed: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DataFile:
-    """A published chunk and the ids of its rows, in order."""
+    """A published chunk.
 
-    path: Path
-    rows: Intervals
+    Attributes
+    ----------
+    folder : Path
+    first, last : int
+        Its first and last id.
+    runs : Intervals or None
+        The ids of its rows, where they are not all from the first to the last.
+    """
+
+    folder: Path
+    first: int
+    last: int
+    runs: Intervals | None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / data_name(self.first, self.last)
+
+    @property
+    def rows(self) -> Intervals:
+        """The ids of its rows, in order."""
+        return Intervals([(self.first, self.last + 1)]) if self.runs is None else self.runs
 
 
 class Published:
@@ -78,16 +99,15 @@ class Published:
                 self._ops.replace(path, path.with_name(f"_damaged-{path.name}"))
                 continue
             one_file = first // FILE_ROWS == last // FILE_ROWS
-            rows = Intervals([(first, last + 1)]) if one_file else rows_of(path)
             if self.rows.overlaps(first, last + 1):
                 raise OutputError(f"{path} holds rows that another file in its folder holds too; remove one of the two")
-            self._insert(DataFile(path, rows))
+            self._insert(first, last, None if one_file else rows_of(path))
 
     def publish(self, table: pa.Table, rows: Intervals) -> None:
         """Write the rows of a chunk, in order, under its final name."""
         path = self._layout.data(rows.first, rows.last)
         write_table(path, self._layout.temporary(path.name), table, self._ops, rows)
-        self._insert(DataFile(path, rows))
+        self._insert(rows.first, rows.last, None if len(rows) == 1 else rows)
 
     def publish_nothing(self, schema: pa.Schema) -> None:
         """Write a file without rows, so that an empty output has its columns."""
@@ -122,8 +142,8 @@ class Published:
 
     def file_of(self, row: int) -> DataFile | None:
         """Return the chunk that holds a row."""
-        at = bisect_right(self.files, row, key=lambda file: file.rows.first) - 1
-        return self.files[at] if at >= 0 and row in self.files[at].rows else None
+        at = bisect_right(self.files, row, key=lambda file: file.first) - 1
+        return self.files[at] if at >= 0 and row <= self.files[at].last and row in self.rows else None
 
     def failed(self) -> Intervals:
         """Return the rows that have an error."""
@@ -151,9 +171,9 @@ class Published:
                 for batch in opened.iter_batches(10_000):
                     yield pa.Table.from_batches([batch])
 
-    def _insert(self, file: DataFile) -> None:
-        insort(self.files, file, key=lambda known: known.rows.first)
-        for start, stop in file.rows:
+    def _insert(self, first: int, last: int, runs: Intervals | None) -> None:
+        insort(self.files, DataFile(self._layout.folder, first, last, runs), key=lambda known: known.first)
+        for start, stop in runs or ((first, last + 1),):
             self.rows.add(start, stop)
 
 

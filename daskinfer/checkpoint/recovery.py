@@ -98,7 +98,7 @@ def _finish_retries(opened: Opened) -> None:
     """Put the results of an earlier retry that was cut short into their chunks."""
     rows = opened.retries.scan(Intervals())
     for file in opened.published.files:
-        first, last = file.rows.first, file.rows.last
+        first, last = file.first, file.last
         if rows.overlaps(first, last + 1):
             loaded = opened.retries.load(first, last)
             opened.published.renew(file, loaded.ids, loaded.table)

@@ -75,7 +75,7 @@ class Writer:
     def renew(self, chunk: Chunk) -> int:
         """Put the new results of a retried chunk into its published file; return as :meth:`publish` does."""
         assert chunk.target is not None
-        first, last = chunk.target.rows.first, chunk.target.rows.last
+        first, last = chunk.target.first, chunk.target.last
         loaded = self._retries.load(first, last)
         ids, table = self._merged(chunk, loaded)
         if len(ids):

@@ -8,6 +8,7 @@ Runs on: anywhere.
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +16,7 @@ __all__ = ["Intervals"]
 
 
 class Intervals:
-    """A set of integers that takes memory for its runs, not for its members.
+    """A set of integers below 2**63 that takes memory for its runs, 16 bytes each, not for its members.
 
     Parameters
     ----------
@@ -33,8 +34,8 @@ class Intervals:
     __slots__ = ("_starts", "_stops")
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self._starts = array("q")
+        self._stops = array("q")
         for start, stop in pairs:
             self.add(start, stop)
 
@@ -44,6 +45,13 @@ class Intervals:
         made = cls()
         for number in ids:
             made.add(number, number + 1)
+        return made
+
+    @classmethod
+    def from_runs(cls, starts: Iterable[int], stops: Iterable[int]) -> Intervals:
+        """Build from runs that are in order and do not touch one another; that is not checked."""
+        made = cls()
+        made._starts, made._stops = array("q", starts), array("q", stops)
         return made
 
     def add(self, start: int, stop: int) -> None:
@@ -68,8 +76,8 @@ class Intervals:
             low, high = bisect_left(stops, start), bisect_right(starts, stop)
             if low < high:
                 start, stop = min(start, starts[low]), max(stop, stops[high - 1])
-            starts[low:high] = [start]
-            stops[low:high] = [stop]
+            starts[low:high] = array("q", (start,))
+            stops[low:high] = array("q", (stop,))
 
     # ---------------------------------------------------------------- questions
 

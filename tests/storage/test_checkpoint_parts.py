@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,17 @@ from hypothesis import strategies as st
 
 from daskinfer.checkpoint import CheckpointPolicy
 from daskinfer.checkpoint.layout import Layout, PartName, data_name, data_span, locate
-from daskinfer.checkpoint.parquetio import ids_of, is_whole, latest_of, positions_of, runs_of
+from daskinfer.checkpoint.parquetio import (
+    ids_of,
+    is_whole,
+    latest_of,
+    merged,
+    positions_of,
+    runs_in_footer,
+    runs_of,
+    write_part,
+    write_table,
+)
 from daskinfer.checkpoint.parts import Parts
 from daskinfer.checkpoint.published import Published
 from daskinfer.errors import ConfigError, OutputError
@@ -111,21 +123,62 @@ def test_of_two_results_for_a_row_the_later_counts(tmp_path: Path) -> None:
     assert [PartName.parse(path.name) for path in parts_in(tmp_path)] == [PartName(2, 5, 7, 2)]
 
 
-def test_scanning_opens_no_contiguous_part_and_leaves_published_rows_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scanning_reads_no_part_and_leaves_published_rows_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, parts = made(tmp_path)
     for ids in ([0, 1, 2], [3, 4], [6, 8], [10, 11]):
         write(parts, ids)
-    read: list[Path] = []
-    real = pq.ParquetFile
-    monkeypatch.setattr(pq, "ParquetFile", lambda path, **kw: read.append(path) or real(path, **kw))  # type: ignore[func-returns-value]
     again = Parts(layout, FaultyOps(), SCHEMA)
-    assert list(again.scan(Intervals([(1, 5), (8, 9)]))) == [(0, 1), (6, 7), (10, 12)]
-    assert [path.name[:9] for path in read] == ["000000002"]
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "ParquetFile", lambda path, **_: pytest.fail(f"{path} was opened"))
+        assert list(again.scan(Intervals([(1, 5), (8, 9)]))) == [(0, 1), (6, 7), (10, 12)]
     assert [path.name[:9] for path in parts_in(tmp_path)] == ["000000000", "000000002", "000000003"]
     write(again, [20])
     assert parts_in(tmp_path)[-1].name.startswith("000000004"), "numbers are not used again"
+
+
+@given(st.sets(st.integers(0, 2**62), min_size=1, max_size=30), st.integers(0, 40))
+def test_the_footer_of_a_part_says_its_ids(scattered: set[int], run: int) -> None:
+    ids = np.array(sorted(scattered | set(range(7, 7 + run))), np.int64)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "p")
+        write_part(path, Path(folder, "t"), pa.table({"a": ids}), FaultyOps(), ids)
+        found = runs_in_footer(path)
+        assert found is not None
+        assert np.array_equal(found, runs_of(ids))
+        assert pq.read_table(path).column("a").to_numpy().tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("damage", ["absent", "garbled", "another's"])
+def test_a_part_whose_footer_does_not_say_is_read(tmp_path: Path, damage: str) -> None:
+    layout, parts = made(tmp_path)
+    write(parts, [6, 8])
+    (path,) = parts_in(tmp_path)
+    whole = path.read_bytes()
+    said = re.findall(rb"daskinfer.runs.{1,9}?:6,u1,\d+,([A-Za-z0-9+/=]*);", whole, re.DOTALL)[0]
+    if damage == "absent":
+        write_table(path, path.with_suffix(".tmp"), pq.read_table(path), FaultyOps())
+    elif damage == "garbled":
+        path.write_bytes(whole.replace(said, b"A" * len(said)))
+    else:
+        path = path.rename(path.with_name(path.name.replace("8-2", "9-2")))
+    assert list(Parts(layout, FaultyOps(), SCHEMA).scan(Intervals())) == [(6, 7), (8, 9)]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=6), max_size=5))
+def test_runs_of_many_parts_are_merged(groups: list[list[tuple[int, int]]]) -> None:
+    pairs = [[(start, start + size) for start, size in group] for group in groups]
+    found = merged([np.array(group, np.int64).reshape(-1, 2) for group in pairs])
+    assert Intervals.from_runs(*found.T) == Intervals(pair for group in pairs for pair in group)
+    far = merged([*(np.array(group, np.int64).reshape(-1, 2) for group in pairs), np.array([[2**61, 2**61 + 1]])])
+    assert far.tolist() == [*found.tolist(), [2**61, 2**61 + 1]]
+
+
+def test_runs_are_merged_before_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daskinfer.checkpoint.parts._MANY_RUNS", 3)
+    layout, parts = made(tmp_path)
+    for ids in ([0, 2, 4, 6], [1, 3, 5, 7], [9, 11]):
+        write(parts, ids)
+    assert list(Parts(layout, FaultyOps(), SCHEMA).scan(Intervals())) == [(0, 8), (9, 10), (11, 12)]
 
 
 def test_many_parts_are_found_quickly(tmp_path: Path) -> None:

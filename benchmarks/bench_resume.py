@@ -1,0 +1,192 @@
+"""Finding out what is done before a resumed run: 100 million rows in 200,000 part files, in seconds and little memory.
+
+    python benchmarks/bench_resume.py [--rows 100000000] [--parts 200000] [--window 4096] [--folder DIR]
+
+Three outputs are made as a run makes them, but without waiting for the disk, and then opened to be resumed:
+
+* parts of rows that were finished in the order of the input;
+* parts of rows that were finished out of order, each taken at random from a window of rows in flight;
+* published chunks, of as many rows as the parts.
+
+Each is opened ``--repeats`` times, in a fresh process every time: the time until the first row that is left to run is known,
+and the memory that took (the largest resident set, sampled every 50 ms, less the one before). The first time the files'
+contents are not in the system's cache, if the file system lets go of them when it is asked to.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _common import RssSampler, Spread, arguments, machine_line, write_result
+
+from daskinfer.checkpoint import Checkpoint
+from daskinfer.checkpoint.layout import locate
+from daskinfer.checkpoint.parts import Parts
+from daskinfer.checkpoint.published import Published
+from daskinfer.storage import open_source
+from daskinfer.storage.fileops import FileOps
+from daskinfer.storage.intervals import Intervals
+
+CHUNK_ROWS = 100_000
+GROUP_ROWS = 1_000_000
+
+
+class HastyOps(FileOps):
+    """Writes without waiting for the disk."""
+
+    def close(self, file: Any) -> None:
+        file.close()
+
+    def replace(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+
+# ---------------------------------------------------------------- making the outputs
+
+
+def write_input(path: Path, rows: int) -> None:
+    """Write so many equal rows; they take next to no room."""
+    schema = pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(path, schema) as writer:
+        for start in range(0, rows, GROUP_ROWS):
+            count = min(GROUP_ROWS, rows - start)
+            writer.write_table(pa.table({"text": pa.repeat(pa.scalar("a row"), count)}, schema=schema), GROUP_ROWS)
+
+
+def opened(source: Path, out: Path, *, resume: bool) -> tuple[Checkpoint, Any]:
+    """Open the output of a run over the input."""
+    rows = open_source(source)
+    fingerprint = {"model": "m"}
+    return Checkpoint.open(
+        str(out), source=rows, fingerprint=fingerprint, keep=[], now=time.time(), resume=resume
+    ), rows
+
+
+def portions(rows: int, parts: int, window: int, seed: int) -> Iterator[Any]:
+    """Yield the ids of each part; with a window of 0 in the order of the input."""
+    size = -(-rows // parts)
+    rng = np.random.default_rng(seed)
+    flying, following = np.arange(min(window, rows)), min(window, rows)
+    for start in range(0, rows, size):
+        count = min(size, rows - start)
+        if not window:
+            yield np.arange(start, start + count)
+            continue
+        rng.shuffle(flying)
+        done, flying = flying[:count], flying[count:]
+        if len(done) < count:
+            raise ValueError(f"window={window}: must hold a part, which is {count} rows")
+        more = np.arange(following, min(rows, following + count))
+        flying, following = np.concatenate((flying, more)), following + len(more)
+        yield np.sort(done)
+
+
+def make(kind: str, source: Path, out: Path, options: Any) -> None:
+    """Make an output in which all rows are done."""
+    checkpoint, _ = opened(source, out, resume=False)
+    added = checkpoint.schema
+    checkpoint.close()
+    size = -(-options.rows // options.parts)
+    values = {"output": "an answer", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2, "error": None}
+    columns = [pa.repeat(pa.scalar(values[field.name], field.type), size) for field in added]
+    answers = pa.Table.from_arrays(columns, schema=added)
+    layout = locate(out)
+    published, parts = Published(layout, HastyOps()), Parts(layout, HastyOps(), added)
+    layout.parts.mkdir(exist_ok=True)
+    window = options.window if kind == "out of order" else 0
+    for ids in portions(options.rows, options.parts, window, options.seed):
+        table = answers.slice(0, len(ids))
+        if kind == "published":
+            published.publish(table, Intervals([(int(ids[0]), int(ids[-1]) + 1)]))
+        else:
+            parts.write(f"{int(ids[0]) // CHUNK_ROWS * CHUNK_ROWS:019d}", ids, table)
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to drop the files' contents from its cache."""
+    os.sync()
+    for root, _, names in os.walk(folder):
+        for name in names:
+            handle = os.open(os.path.join(root, name), os.O_RDONLY)  # noqa: PTH118 - very many
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+# ---------------------------------------------------------------- opening them
+
+
+def resume(source: Path, out: Path, rows: int, answers: Any) -> None:
+    """Open the output in this process and send the figures back."""
+    warm, _ = opened(source, out.with_name("warm"), resume=False)  # so that what is imported late is there
+    warm.close()
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    with RssSampler() as sampler:
+        began = time.perf_counter()
+        checkpoint, read = opened(source, out, resume=True)
+        left = next(read.blocks(["text"], [], skip=checkpoint.done, rows=2048), None)
+        seconds = time.perf_counter() - began
+    assert left is None
+    assert (checkpoint.rows_done, checkpoint.remaining) == (rows, 0)
+    checkpoint.close()
+    answers.put((seconds, (sampler.peak_bytes - before) / 1e6))
+
+
+def measured(kind: str, folder: Path, source: Path, options: Any) -> dict[str, Any]:
+    """Make one output, open it several times, and delete it."""
+    out = folder / "out"
+    began = time.perf_counter()
+    make(kind, source, out, options)
+    files = sum(len(names) for _, _, names in os.walk(out))
+    print(f"{kind}: {files} files made in {time.perf_counter() - began:.0f} s", flush=True)
+    forget(out)
+    context = multiprocessing.get_context("spawn")
+    found: list[tuple[float, float]] = []
+    for _ in range(options.repeats):
+        answers = context.Queue()
+        process = context.Process(target=resume, args=(source, out, options.rows, answers))
+        process.start()
+        found.append(answers.get(timeout=900))
+        process.join()
+        print(f"{kind}: {found[-1][0]:.1f} s, {found[-1][1]:.0f} MB", flush=True)
+    shutil.rmtree(out)
+    return {
+        "rows": options.rows,
+        "files": files,
+        "first_seconds": round(found[0][0], 2),
+        "seconds": Spread.of([round(seconds, 2) for seconds, _ in found]),
+        "memory_mb": Spread.of([round(memory, 1) for _, memory in found]),
+    }
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = arguments(__doc__ or "", repeats=3, rows=100_000_000, parts=200_000, window=4096)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the outputs are made; else the system's temporary folder"
+    )
+    options = parser.parse_args()
+    print(machine_line())
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        source = folder / "in.parquet"
+        write_input(source, options.rows)
+        results = {kind: measured(kind, folder, source, options) for kind in ("in order", "out of order", "published")}
+    options.folder = None
+    write_result("resume", options, results)
+
+
+if __name__ == "__main__":
+    main()
