@@ -11,20 +11,23 @@ Runs on: anywhere.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, assert_never
+from typing import assert_never
 
+from daskinfer.counters import EngineUse, engines_now
 from daskinfer.errors import ConfigError, TooManyFailuresError
-from daskinfer.rates import Durations, EngineUse, Rates, Speed
+from daskinfer.rates import Durations, Rates, Speed
 from daskinfer.records import (
     BatchReturned,
     BatchSubmitted,
     Event,
     Failed,
+    FailureKind,
     Noted,
     RowsCommitted,
     RowsRead,
@@ -36,117 +39,18 @@ from daskinfer.records import (
     WorkersSeen,
     WorkerView,
 )
+from daskinfer.snapshot import FailureCount, SlowRow, Snapshot, to_json
 
 __all__ = ["FailureCount", "Metrics", "Rates", "Snapshot", "StopRule", "to_json"]
 
 MAX_KINDS = 20
 OTHER = "other"
 _MAX_NOTES = 20
+_MAX_ERRORS = 20
 _MAX_EXAMPLE = 500
 _SAMPLE_ROWS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class FailureCount:
-    """How many rows failed in one way.
-
-    Attributes
-    ----------
-    kind : str
-        "other" gathers what is over the number of kinds kept apart, and rows of which no reason was told.
-    rows : int
-    row : int or None
-        Id of the first such row.
-    message : str
-        What was said of it, at most 500 characters.
-    """
-
-    kind: str
-    rows: int
-    row: int | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A run at one moment.
-
-    Attributes
-    ----------
-    state : str
-        "waiting" before the run began, "running", then how it ended: "done", "interrupted" or "error".
-    elapsed_s : float
-        Since the run began, until its end.
-    startup_s : float or None
-        From the beginning to the first batch.
-    total : int or None
-        Rows of the job, those of earlier runs included, where it is known.
-    skipped : int
-        Rows done in earlier runs.
-    read, completed, failed, retried, committed : int
-        Rows of this run: taken from the source; finally answered; finally failed; tried again; safe on disk.
-    usage : Usage
-        Tokens of the resolved rows.
-    batches_in_flight, rows_in_flight : int
-    recent, average : Rates or None
-        Over the last 10 seconds, and since the first row was answered. None until a second has passed since then.
-    eta_s : (float, float) or None
-        Least and most seconds that are left, by the spread of the rates measured so far; None while those say too little.
-    batch_s : tuple of float or None
-        Median and 95th percentile of the seconds a batch ran on its worker, within 10 %.
-    failures : tuple of FailureCount
-        Most frequent first; the rows add up to ``failed``.
-    workers : tuple of WorkerView
-    occupancy : float or None
-        Share of the engines' capacity in use in the run's steps during which rows were waiting.
-    padding : float or None
-        Share of the tokens computed in the run that were only padding.
-    notes : tuple of str
-        The last 20 things that a person should read.
-    """
-
-    state: str = "waiting"
-    elapsed_s: float = 0.0
-    startup_s: float | None = None
-    total: int | None = None
-    skipped: int = 0
-    read: int = 0
-    completed: int = 0
-    failed: int = 0
-    retried: int = 0
-    committed: int = 0
-    usage: Usage = field(default_factory=Usage)
-    batches_in_flight: int = 0
-    rows_in_flight: int = 0
-    recent: Rates | None = None
-    average: Rates | None = None
-    eta_s: tuple[float, float] | None = None
-    batch_s: tuple[float, ...] | None = None
-    failures: tuple[FailureCount, ...] = ()
-    workers: tuple[WorkerView, ...] = ()
-    occupancy: float | None = None
-    padding: float | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def done(self) -> int:
-        """Rows of this run that have their final result."""
-        return self.completed + self.failed
-
-    @property
-    def remaining(self) -> int | None:
-        """Rows still without a result, where the total is known."""
-        return None if self.total is None else max(0, self.total - self.skipped - self.done)
-
-    @property
-    def worker_states(self) -> dict[str, int]:
-        """Number of workers in each state."""
-        return dict(Counter(worker.state for worker in self.workers))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON types."""
-        derived = {"done": self.done, "remaining": self.remaining, "worker_states": self.worker_states}
-        return {**to_json(self), **derived}
+_SLOWEST = 10
+_DEADLY = (FailureKind.ENGINE_DIED, FailureKind.ENGINE_HUNG, FailureKind.WORKER_LOST)
 
 
 class Metrics:
@@ -164,8 +68,11 @@ class Metrics:
         self._failures: dict[str, FailureCount] = {}
         self._workers: tuple[WorkerView, ...] = ()
         self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
+        self._errors: deque[Failed] = deque(maxlen=_MAX_ERRORS)
         self._speed = Speed()
-        self._durations = Durations()
+        self._ran = Durations()
+        self._waited = Durations()
+        self._slowest: list[tuple[float, int, str]] = []
         self._use = EngineUse()
 
     def apply(self, event: Event) -> None:
@@ -180,9 +87,9 @@ class Metrics:
                 if self._startup is None and self._started is not None:
                     self._startup = event.at - self._started
                 self._flying[event.key] = event.rows
+                self._rows["sent"] += event.rows
             case BatchReturned():
-                self._flying.pop(event.key, None)
-                self._durations.add(event.timings.ran_s)
+                self._returned(event)
             case WorkersSeen():
                 self._workers = event.workers
                 self._use.see(event.workers)
@@ -201,6 +108,30 @@ class Metrics:
     def elapsed_s(self) -> float:
         """Seconds since the run began, by the latest event."""
         return 0.0 if self._started is None else self._now - self._started
+
+    @property
+    def failed(self) -> int:
+        """Rows of this run that finally failed."""
+        return self._rows["failed"]
+
+    @property
+    def done(self) -> int:
+        """Rows of this run that have their final result."""
+        return self._rows["completed"] + self._rows["failed"]
+
+    @property
+    def failures(self) -> tuple[FailureCount, ...]:
+        """How rows failed, most frequent first."""
+        return tuple(sorted(self._failures.values(), key=lambda f: -f.rows))
+
+    def _returned(self, event: BatchReturned) -> None:
+        self._flying.pop(event.key, None)
+        self._rows["answered"] += event.answered
+        self._ran.add(event.timings.ran_s)
+        self._waited.add(event.timings.waited_s)
+        if event.timings.last is not None:
+            slow = (event.timings.ran_s, event.timings.last, event.worker)
+            (heapq.heappush if len(self._slowest) < _SLOWEST else heapq.heappushpop)(self._slowest, slow)
 
     def _apply_rows(self, event: RowsResolved | RowsRead | RowsRetried | RowsCommitted) -> None:
         match event:
@@ -223,6 +154,8 @@ class Metrics:
 
     def _count_failures(self, failed: int, examples: Sequence[Failed]) -> None:
         for example in examples[:failed]:
+            self._rows["quarantined"] += example.kind in _DEADLY
+            self._errors.append(replace(example, message=example.message[:_MAX_EXAMPLE]))
             kind = example.kind if example.kind in self._failures or len(self._failures) < MAX_KINDS else OTHER
             self._count_failure(FailureCount(kind, 1, example.id, example.message[:_MAX_EXAMPLE]))
         if failed > len(examples):
@@ -245,34 +178,30 @@ class Metrics:
             failed=self._rows["failed"],
             retried=self._rows["retried"],
             committed=self._rows["committed"],
+            quarantined=self._rows["quarantined"],
+            sent=self._rows["sent"],
+            answered=self._rows["answered"],
             usage=self._usage,
             batches_in_flight=len(self._flying),
             rows_in_flight=sum(self._flying.values()),
             recent=self._speed.recent(self._now),
             average=self._speed.average(self._now),
-            batch_s=self._durations.percentiles(0.5, 0.95),
-            failures=tuple(sorted(self._failures.values(), key=lambda f: -f.rows)),
+            queue_s=self._waited.percentiles(0.5, 0.95),
+            batch_s=self._ran.percentiles(0.5, 0.95),
+            step_s=self._use.steps.percentiles(0.5, 0.95),
+            steps_s=self._use.steps.counts(),
+            failures=self.failures,
+            errors=tuple(self._errors),
+            slowest=tuple(SlowRow(row, seconds, worker) for seconds, row, worker in sorted(self._slowest)[::-1]),
             workers=self._workers,
-            occupancy=self._use.occupancy,
-            padding=self._use.padding,
+            work=self._use.work,
+            engines=engines_now(self._workers),
             notes=tuple(self._notes),
         )
         if snapshot.remaining is None:
             return snapshot
-        return replace(snapshot, eta_s=self._speed.time_left(snapshot.remaining, self._now))
-
-
-def to_json(value: Any) -> Any:
-    """Return records, mappings and sequences as plain JSON types; a number that is not finite becomes None."""
-    if is_dataclass(value):
-        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        tail_s = snapshot.batch_s[-1] if snapshot.batch_s else 0.0
+        return replace(snapshot, eta_s=self._speed.time_left(snapshot.remaining, self._now, tail_s))
 
 
 # ---------------------------------------------------------------- when to stop

@@ -1,4 +1,4 @@
-"""Measured speed: recent and average rates, how long the rest will take, durations, how well the engines are used.
+"""Measured speed: recent and average rates, how long the rest will take, and durations.
 
 Nothing here reads a clock, and memory is constant: seconds are kept for the last ten only, and the whole run is kept as at
 most 32 samples, whose length doubles whenever there would be more.
@@ -9,19 +9,22 @@ Runs on: anywhere.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, stdev
 
-from daskinfer.records import Usage, WorkerView
+from daskinfer.records import Usage
 
-__all__ = ["Durations", "EngineUse", "Rates", "Speed"]
+__all__ = ["Durations", "Rates", "Speed"]
 
 WINDOW_S = 10
 _SAMPLES = 32
 _ENOUGH = 4
+_LATEST = 8
+_ERRORS = 1.4
+"""Standard errors to each side: the end lies inside in about four of five cases; with more the interval says little."""
 _VAGUE = 5.0
 
 
@@ -91,12 +94,26 @@ class Speed:
             return None
         return _rates(self._all, now - self._first)
 
-    def time_left(self, rows: int, now: float) -> tuple[float, float] | None:
+    def time_left(self, rows: int, now: float, tail_s: float = 0.0) -> tuple[float, float] | None:
         """Return the least and most seconds that this many rows will take.
 
-        A prediction interval (two standard errors) from the samples' rates: once over the whole run and once over its last
-        quarter, and the wider of the two ends, so that a change of speed shows as a wide interval. None while there are
-        fewer than four samples, after a standstill, or when the ends are more than 5 times apart from the middle.
+        A prediction interval from the rates of the samples: once over the whole run and once over its last quarter, and the
+        wider of the two ends, so that a change of speed shows as a wide interval. It holds for rows to come that are like
+        those before; where the long ones come last, it says too little.
+
+        Parameters
+        ----------
+        rows : int
+            Rows without a result.
+        now : float
+        tail_s : float
+            How long the last rows may run on while engines fall idle; half of it is added to the most.
+
+        Returns
+        -------
+        (float, float) or None
+            None while there are fewer than four samples, after a standstill, or when an end is more than 5 times the
+            middle away from it.
         """
         if rows == 0:
             return 0.0, 0.0
@@ -105,17 +122,17 @@ class Speed:
         if len(rates) < _ENOUGH:
             return None
         low, high = math.inf, 0.0
-        for part in (rates, rates[-max(_ENOUGH, len(rates) // 4) :]):
+        for part in (rates, rates[-max(_LATEST, len(rates) // 4) :]):
             mean = fmean(part)
             if mean == 0:
                 return None
             middle = rows / mean
             error = stdev(part) / mean * math.sqrt(1 / len(part) + 1 / max(1.0, middle / self._sample_s))
-            factor = math.exp(2 * error)
+            factor = math.exp(_ERRORS * error)
             if factor > _VAGUE:
                 return None
             low, high = min(low, middle / factor), max(high, middle * factor)
-        return low, high
+        return low, high + tail_s / 2
 
     def _advance(self, now: float) -> None:
         """Close the samples that have ended; rows resolved at the very end of one belong to it."""
@@ -130,9 +147,12 @@ class Speed:
 
 
 class Durations:
-    """Percentiles of durations, within 10 %, from a histogram whose bins grow by a fifth."""
+    """A histogram of durations, whose bins grow by a fifth: percentiles within 10 %, and histograms can be added.
 
-    _LEAST = 1e-3
+    Also what an engine's process says of its steps: as a flat list of bin, count, bin, count, …
+    """
+
+    LEAST_S = 1e-3
     _GROWTH = math.log(1.2)
 
     def __init__(self) -> None:
@@ -140,60 +160,33 @@ class Durations:
 
     def add(self, seconds: float) -> None:
         """Count one duration; less than a millisecond counts as one."""
-        self._bins[round(math.log(max(seconds, self._LEAST) / self._LEAST) / self._GROWTH)] += 1
+        self._bins[round(math.log(max(seconds, self.LEAST_S) / self.LEAST_S) / self._GROWTH)] += 1
+
+    def merge(self, flat: Sequence[int], sign: int = 1) -> None:
+        """Add what :meth:`flat` gave elsewhere, or with ``sign=-1`` take it away."""
+        for index, count in zip(flat[::2], flat[1::2], strict=True):
+            self._bins[index] += sign * count
+
+    def flat(self) -> list[int]:
+        """Return bins and counts, for :meth:`merge`."""
+        return [number for item in sorted(self._bins.items()) for number in item]
+
+    def counts(self) -> tuple[tuple[float, int], ...]:
+        """Return the middle (seconds) and the count of each bin that is not empty, the shortest first."""
+        return tuple((self._seconds(index), count) for index, count in sorted(self._bins.items()) if count > 0)
 
     def percentiles(self, *shares: float) -> tuple[float, ...] | None:
         """Return the durations below which these shares (0 to 1) lie, None without any."""
         total = self._bins.total()
-        return tuple(self._percentile(share * total) for share in shares) if total else None
+        return tuple(self._percentile(share * total) for share in shares) if total > 0 else None
 
     def _percentile(self, rank: float) -> float:
         bins = sorted(self._bins)
         seen = accumulate(self._bins[index] for index in bins)
-        index = next(index for index, count in zip(bins, seen, strict=True) if count >= rank)
-        return self._LEAST * math.exp(index * self._GROWTH)
+        return self._seconds(next(index for index, count in zip(bins, seen, strict=True) if count >= rank))
 
-
-class EngineUse:
-    """How well the engines are used in a run, from the counters in the workers' heartbeats.
-
-    The counters live as long as an engine, which may serve other runs before; only their growth from view to view counts.
-    """
-
-    _NAMES = ("full_steps", "full_row_steps", "prompt_tokens", "completion_tokens", "padded_tokens")
-
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[str, float]] = {}
-        self._grown: defaultdict[str, float] = defaultdict(float)
-
-    def see(self, workers: Sequence[WorkerView]) -> None:
-        """Take the latest view of all workers; one that is not among them any more is forgotten."""
-        seen = {worker.address: {name: _figure(worker, name) for name in self._NAMES} for worker in workers}
-        for worker in workers:
-            now = seen[worker.address]
-            before = self._seen.get(worker.address, now)
-            restarted = any(now[name] < before[name] for name in self._NAMES)
-            grown = {name: now[name] - (0 if restarted else before[name]) for name in self._NAMES}
-            grown["places"] = grown["full_steps"] * worker.capacity
-            for name, amount in grown.items():
-                self._grown[name] += amount
-        self._seen = seen
-
-    @property
-    def occupancy(self) -> float | None:
-        """Share of the capacity used in steps during which rows were waiting, None before the first."""
-        return self._grown["full_row_steps"] / self._grown["places"] if self._grown["places"] else None
-
-    @property
-    def padding(self) -> float | None:
-        """Share of the computed tokens that were only padding, None before the first."""
-        computed = sum(self._grown[name] for name in ("prompt_tokens", "completion_tokens", "padded_tokens"))
-        return self._grown["padded_tokens"] / computed if computed else None
-
-
-def _figure(worker: WorkerView, name: str) -> float:
-    value = worker.metrics.get(name)
-    return value if isinstance(value, int | float) and math.isfinite(value) else 0
+    def _seconds(self, index: int) -> float:
+        return self.LEAST_S * math.exp(index * self._GROWTH)
 
 
 def _rates(sums: _Sums, seconds: float) -> Rates:

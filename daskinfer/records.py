@@ -382,11 +382,18 @@ class Failed:
         One of :class:`FailureKind`, or an engine's own word.
     message : str
         What, which value, what to do; text only.
+    worker : str
+        Address of the worker that it last ran on, or ""; two that differ only in this are equal.
     """
 
     id: int
     kind: str
     message: str
+    worker: str = field(default="", compare=False)
+
+    def at(self, worker: str) -> Failed:
+        """Return this with the worker that it last ran on."""
+        return Failed(self.id, self.kind, self.message, worker)
 
     @property
     def ok(self) -> bool:
@@ -412,19 +419,26 @@ class Fault:
     message : str
     suspects : tuple of int
         Ids of this batch's rows that were inside the engine when it died; the others were only waiting.
+    company : int
+        Rows of other batches that were inside as well.
     """
 
     kind: FaultKind
     message: str = ""
     suspects: tuple[int, ...] = ()
+    company: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds a batch spent on the worker: waiting for the engine's first step, and from there to its last row."""
+    """Seconds a batch spent on the worker: waiting for the engine's first step, and from there to its last row.
+
+    ``last`` is the id of the row that was finished last, the slowest of the batch; None when none was.
+    """
 
     waited_s: float = 0.0
     ran_s: float = 0.0
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -618,12 +632,13 @@ class BatchReturned:
 
 @dataclass(frozen=True, slots=True)
 class RowsRetried:
-    """Rows will be tried again, and why."""
+    """Rows will be tried again, why, and how: ``verdict`` is one of the tables of :mod:`daskinfer.faults`."""
 
     at: float
     rows: int
     kind: str
     message: str
+    verdict: str = "retry"
 
 
 @dataclass(frozen=True, slots=True)

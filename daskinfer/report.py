@@ -12,9 +12,9 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from daskinfer.metrics import FailureCount, Snapshot, to_json
 from daskinfer.progress import duration, one_line
 from daskinfer.records import Usage
+from daskinfer.snapshot import FailureCount, Snapshot, to_json
 
 __all__ = ["RunReport", "installed_versions", "report_from", "row_name"]
 

@@ -286,7 +286,7 @@ class Window:
             actions.append(Retrying(len(rows), kind, message))
         if final:
             self._speed.add(len(final), now)
-            actions.insert(0, Emit(tuple(final)))
+            actions.insert(0, Emit(tuple(r.at(report.worker) if isinstance(r, Failed) else r for r in final)))
         return actions
 
     def _judged(self, result: Result) -> Verdict | None:

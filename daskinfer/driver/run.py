@@ -303,8 +303,8 @@ class _Run:
         self._note_committed()
 
     def _judge(self, *, ended: bool) -> None:
-        snapshot = self._metrics.snapshot()
-        error = self._rule.check(snapshot.failed, snapshot.done, snapshot.failures, ended=ended)
+        metrics = self._metrics
+        error = self._rule.check(metrics.failed, metrics.done, metrics.failures, ended=ended)
         if error is not None:
             raise error
 

@@ -224,6 +224,7 @@ class Stream:
                 report.timings,
                 str(fault.kind) if fault else "",
                 fault.message if fault else "",
+                len(report.results),
             )
         )
         self._reported(report)

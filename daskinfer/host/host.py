@@ -89,6 +89,7 @@ class Host:
         self._held: dict[str, _Held] = {}
         self._heard = time.monotonic()
         self._loaded: asyncio.Future[None] | None = None
+        self._steps: list[int] = []
         self._fruitless = 0
         self._death: tuple[FaultKind, str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -166,6 +167,7 @@ class Host:
             "prompt_tokens": stats.prompt_tokens,
             "completion_tokens": stats.completion_tokens,
             "padded_tokens": stats.padded_tokens,
+            "step_bins": self._steps,
             **{f"engine.{name}": value for name, value in stats.extra.items()},
         }
 
@@ -213,6 +215,7 @@ class Host:
         await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**self._fruitless) if self._fruitless > 1 else 0)
         self.restarts += 1
         self.stats = EngineStats(capacity=self.stats.capacity)
+        self._steps = []
         try:
             await self._load()
         except RemoteError as error:
@@ -277,6 +280,8 @@ class Host:
                 self._collect(packed, ended)
             case ("tick", stats):
                 self.stats = stats
+            case ("steps", bins):
+                self._steps = bins
 
     def _collect(self, packed: list[tuple[str, Any]], ended: list[str]) -> None:
         for key, rows in packed:
@@ -335,7 +340,7 @@ class Host:
             tuple(held.results),
             fault,
             usage,
-            Timings(began - held.received, now - began),
+            Timings(began - held.received, now - began, held.results[-1].id if held.results else None),
             self.settings.worker,
         )
         if not held.future.done():
