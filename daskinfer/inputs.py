@@ -1,4 +1,4 @@
-"""What an engine may be given (text, token ids, chat messages), checked and brought into plain Python types.
+"""What an engine may be given (text, token ids, chat messages, pairs), checked and brought into plain Python types.
 
 Rows come as whatever their source holds: Python objects, numpy and pyarrow values, pandas' several nulls. All are known by
 their methods and type names, so that none of those libraries is imported here. Every check raises
@@ -10,7 +10,7 @@ Runs on: client | worker.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time, timedelta
 from numbers import Integral, Number
 from typing import Any
@@ -19,7 +19,18 @@ from uuid import UUID
 from daskinfer.errors import RowError
 from daskinfer.records import FailureKind, Input
 
-__all__ = ["as_field", "as_input", "as_messages", "as_prompt", "as_python", "bad_character"]
+__all__ = [
+    "as_field",
+    "as_input",
+    "as_messages",
+    "as_pair",
+    "as_prompt",
+    "as_python",
+    "as_text",
+    "as_texts",
+    "bad_character",
+    "check_of",
+]
 
 _DEEPEST = 50
 _PRINTABLE = (str, Number, date, time, timedelta, UUID)
@@ -37,6 +48,19 @@ def as_input(value: Any, where: str = "the prompt") -> Input:
     if listed and isinstance(as_python(listed[0]), Mapping):
         return as_messages(listed, where)
     return as_prompt(value, where)
+
+
+def check_of(task: str) -> Callable[[Any, str], Input]:
+    """Return what checks the inputs of a task: a function of a value and of where it stands.
+
+    ``score`` takes pairs (:func:`as_pair`), ``classify`` texts and pairs, the others what :func:`as_input` takes.
+    """
+    return {"score": as_pair, "classify": _text_or_pair}.get(task, as_input)
+
+
+def _text_or_pair(value: Any, where: str) -> Input:
+    value = as_python(value)
+    return as_pair(value, where) if isinstance(value, Mapping) or _listed(value) is not None else as_text(value, where)
 
 
 # ---------------------------------------------------------------- values
@@ -158,6 +182,61 @@ def _token_ids(ids: list[Any], value: Any, where: str) -> list[int]:
         if token < 0:
             raise RowError(f"{where} has the token id {token}; ids are ≥ 0", FailureKind.INVALID_ROW)
     return [int(token) for token in ids]
+
+
+# ---------------------------------------------------------------- texts and pairs of texts
+
+
+def as_text(value: Any, where: str = "the text") -> str:
+    """Return a text, checked.
+
+    Raises
+    ------
+    RowError
+        Missing, empty or not text.
+    """
+    value = _present(value, where)
+    if not isinstance(value, str):
+        raise _wrong_type(value, where, "not text")
+    return str(as_prompt(value, where))
+
+
+def as_pair(value: Any, where: str = "the pair") -> dict[str, Any]:
+    """Return two texts as ``{"text": …, "text_pair": …}``; given so, or as a list-like of two.
+
+    The second may be a list of texts, to be compared with the first one each.
+
+    Raises
+    ------
+    RowError
+        Not a pair, or a side of it is missing, empty or not text.
+    """
+    value = _present(value, where)
+    if isinstance(value, Mapping):
+        if set(value) != {"text", "text_pair"}:
+            found = ", ".join(map(repr, value)) or "none"
+            message = f"{where} has the keys {found}; a pair has 'text' and 'text_pair'"
+            raise RowError(message, FailureKind.INVALID_ROW)
+        first, second = value["text"], value["text_pair"]
+    else:
+        listed = _listed(value)
+        if listed is None or len(listed) != 2:
+            raise _wrong_type(value, where, "not a pair of texts: {'text': …, 'text_pair': …}, or a list of two")
+        first, second = listed
+    return {
+        "text": as_text(first, f"the first text of {where}"),
+        "text_pair": as_texts(second, f"the second text of {where}"),
+    }
+
+
+def as_texts(value: Any, where: str) -> str | list[str]:
+    """Return a text, or a list of texts, checked; raises as :func:`as_text` does."""
+    listed = _listed(value)
+    if listed is None:
+        return as_text(value, where)
+    if not listed:
+        raise RowError(f"{where} is an empty list", FailureKind.EMPTY_PROMPT)
+    return [as_text(item, f"item {i} of {where}") for i, item in enumerate(listed, 1)]
 
 
 # ---------------------------------------------------------------- chat messages

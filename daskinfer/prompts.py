@@ -1,7 +1,8 @@
 """Prompts: from the columns of a row to what an engine is given, and the checks on the way.
 
 There are three ways to say where prompts come from: a template over columns (``"Summarise: {text}"``), one column whose
-values are prompts or lists of token ids, and one column of chat messages. Settings that cannot work (no such column, a
+values are prompts or lists of token ids, and one column of chat messages. Pairs of texts come from two columns, or from one
+that holds pairs. Settings that cannot work (no such column, a
 malformed template) raise before anything runs. A value that cannot be used becomes a :class:`Problem` of its own row.
 
 Runs on: client | worker.
@@ -9,6 +10,7 @@ Runs on: client | worker.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +19,7 @@ from string import Formatter
 from typing import Any
 
 from daskinfer.errors import ConfigError, InputError, MissingColumnError, RowError, TemplateError
-from daskinfer.inputs import as_field, as_messages, as_prompt, as_python, bad_character
+from daskinfer.inputs import as_field, as_messages, as_prompt, as_python, as_text, as_texts, bad_character, check_of
 from daskinfer.records import FailureKind, Input
 
 __all__ = ["Problem", "Prompter", "prompter"]
@@ -90,6 +92,7 @@ def prompter(
     columns: str | Sequence[str] | None = None,
     messages: str | None = None,
     available: tuple[str, ...],
+    task: str = "generate",
 ) -> Prompter:
     """Return what makes the prompts of a job.
 
@@ -101,13 +104,16 @@ def prompter(
     prompt : str
         A template over columns. ``{first name}`` stands for that column's value, ``{price:.2f}`` for a formatted one;
         ``{{`` and ``}}`` are literal braces. Text, numbers and dates are filled in; other types fail the row.
-    columns : str or sequence of one str
-        The column whose values are the prompts: text, or lists of token ids.
+    columns : str or sequence of str
+        The column whose values are the prompts: text, or lists of token ids. For pairs of texts (tasks "score" and
+        "classify") the two columns that hold them, or one that holds pairs; the second may hold lists of texts.
     messages : str
         The column of chat messages: lists of ``{"role": …, "content": …}``, or such a list as JSON text. Keys that are
         null are dropped, since Parquet adds them.
     available : tuple of str
         The columns of the input.
+    task : str
+        What the prompts are for. To score, pairs are needed, and the columns "text" and "text_pair" are the first choice.
 
     Raises
     ------
@@ -123,6 +129,8 @@ def prompter(
     ]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are both given; say where prompts come from with one of them")
+    if task != "generate":
+        return _texts(prompt, columns, messages, available, task)
     if prompt is not None:
         return _template(prompt, available)
     if columns is not None:
@@ -130,6 +138,35 @@ def prompter(
     if messages is not None:
         return _Chat((_existing("messages", messages, available),))
     return _obvious(available)
+
+
+def _texts(prompt: Any, columns: Any, messages: Any, available: tuple[str, ...], task: str) -> Prompter:
+    """Return what makes the texts or pairs of a task that generates nothing."""
+    if messages is not None:
+        raise ConfigError(
+            f"messages={messages!r}: task {task!r} takes texts, not chats; name their column with columns="
+        )
+    if prompt is not None:
+        if task == "score":
+            raise ConfigError(
+                f"prompt={prompt!r}: a template makes one text, and task 'score' compares two; name both columns with "
+                "columns=('query', 'passage')"
+            )
+        return _template(prompt, available)
+    names = () if columns is None or isinstance(columns, str) or not isinstance(columns, Sequence) else tuple(columns)
+    if len(names) == 2 and task in ("score", "classify"):
+        return _Pair(tuple(_existing("columns", name, available) for name in names))
+    if columns is not None:
+        return _Column((_existing("columns", columns, available),), task)
+    if task == "score" and {"text", "text_pair"} <= set(available):
+        return _Pair(("text", "text_pair"))
+    if task == "score" and len(available) != 1:
+        raise InputError(
+            f"which columns hold the pairs? The input has {', '.join(map(repr, available)) or 'no columns'}; name two with "
+            "columns=('query', 'passage') (--column query --column passage)"
+        )
+    obvious = next((name for name in ("text", "prompt") if name in available), None)
+    return _Column((obvious,), task) if obvious is not None and task != "score" else _obvious(available, task)
 
 
 # ---------------------------------------------------------------- settings
@@ -147,13 +184,13 @@ def _existing(setting: str, value: Any, available: tuple[str, ...]) -> str:
     return names[0]
 
 
-def _obvious(available: tuple[str, ...]) -> Prompter:
-    if "prompt" in available:
+def _obvious(available: tuple[str, ...], task: str = "generate") -> Prompter:
+    if task == "generate" and "prompt" in available:
         return _Column(("prompt",))
-    if "messages" in available:
+    if task == "generate" and "messages" in available:
         return _Chat(("messages",))
     if len(available) == 1:
-        return _Column(available)
+        return _Column(available, task)
     if not available:
         raise InputError("the input has no columns, so there is nothing to make prompts from")
     raise InputError(
@@ -241,12 +278,26 @@ class _Template(Prompter):
 @dataclass(frozen=True)
 class _Column(Prompter):
     columns: tuple[str, ...]
+    task: str = "generate"
 
     def fingerprint(self) -> dict[str, str]:
         return {"columns": self.columns[0]}
 
     def _row(self, row: Sequence[Any]) -> Input:
-        return as_prompt(row[0], f"column {self.columns[0]!r}")
+        where = f"column {self.columns[0]!r}"
+        return as_prompt(row[0], where) if self.task in ("generate", "embed") else check_of(self.task)(row[0], where)
+
+
+@dataclass(frozen=True)
+class _Pair(Prompter):
+    columns: tuple[str, ...]
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"columns": json.dumps(self.columns)}
+
+    def _row(self, row: Sequence[Any]) -> Input:
+        first, second = (f"column {name!r}" for name in self.columns)
+        return {"text": as_text(row[0], first), "text_pair": as_texts(row[1], second)}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from daskinfer.errors import RowError
-from daskinfer.inputs import as_input
-from daskinfer.records import Failed, Input, Request, Result
+from daskinfer.records import Failed, Request, Result
 
 if TYPE_CHECKING:
     from daskinfer.driver.service import Service
@@ -29,7 +28,7 @@ SLOW_S = 0.005
 def answers(
     driver: Service,
     prompts: Iterator[Any],
-    make: Callable[[int, Input], Request],
+    make: Callable[[int, Any], Request],
     *,
     ordered: bool,
     priority: int,
@@ -45,7 +44,7 @@ def answers(
     driver : Service
     prompts : iterator
     make : callable
-        From a position and a checked prompt to a request.
+        From a position and a prompt to a request; raises ``RowError`` for a prompt that cannot be used.
     ordered : bool
     priority : int
     stream : Stream or None
@@ -122,8 +121,8 @@ class _Pull:
         return chunk, False
 
 
-def _request(row: int, prompt: Any, make: Callable[[int, Input], Request]) -> Request | Failed:
+def _request(row: int, prompt: Any, make: Callable[[int, Any], Request]) -> Request | Failed:
     try:
-        return make(row, as_input(prompt))
+        return make(row, prompt)
     except RowError as error:
         return Failed(row, error.row_kind, error.message)

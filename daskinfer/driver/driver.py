@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, Self
 
 from distributed import Client
@@ -21,15 +22,17 @@ from daskinfer.driver.answers import answers
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.hooks import Postprocess, Preprocess
 from daskinfer.driver.perrow import request_maker
+from daskinfer.driver.results import Results
 from daskinfer.driver.run import RunOptions, execute, with_seed
 from daskinfer.driver.service import Service
 from daskinfer.driver.settings import configured
 from daskinfer.driver.sketch import Plan, translated
 from daskinfer.driver.tasks import Tasks
 from daskinfer.engines import engine_class, engine_fields, resolve
+from daskinfer.engines.architectures import task_of
 from daskinfer.errors import ConfigError, ResourceError
 from daskinfer.preflight import check_workers, lost_is_said
-from daskinfer.records import Event, Input, Request, Result, SamplingParams, WorkerView
+from daskinfer.records import Event, Request, Result, SamplingParams, WorkerView
 from daskinfer.report import RunReport
 
 __all__ = ["Driver"]
@@ -43,7 +46,8 @@ class Driver(Service):
     model : str, ModelSpec or dict
         A local folder, a GGUF file, a hub name; or the whole specification; or a configuration by the names of
         :mod:`daskinfer.driver.sketch`, for which the other arguments count where it says nothing.
-    task : {"generate"}
+    task : {"auto", "generate", "embed", "classify", "score"}
+        "auto" is what the model's files say that it was made for, and "generate" where they cannot be read here.
     engine : str or class
         "auto", the name of a registered engine, ``pkg.mod:Class``, or an engine class of your own.
     engine_options : dict
@@ -87,7 +91,7 @@ class Driver(Service):
         self,
         model: str | os.PathLike[str] | ModelSpec | Mapping[str, Any],
         *,
-        task: str = "generate",
+        task: str = "auto",
         engine: str | type = "auto",
         engine_options: Mapping[str, Any] | None = None,
         params: SamplingParams | Mapping[str, Any] | None = None,
@@ -115,7 +119,7 @@ class Driver(Service):
         else:
             fields = {
                 "model": os.fspath(model),
-                "task": task,
+                "task": task_of(os.fspath(model), spec.get("revision")) if task == "auto" else task,
                 "isolation": isolation,
                 "options": dict(engine_options or {}),
                 **spec,
@@ -227,7 +231,7 @@ class Driver(Service):
     @awaitable
     def generate(
         self, prompts: Iterable[Any], *, raw: bool = False, system: str | None = None, **params: Any
-    ) -> list[Result]:
+    ) -> Results:
         """Answer prompts and return their results in the same order.
 
         Parameters
@@ -243,10 +247,91 @@ class Driver(Service):
 
         Returns
         -------
-        list of Result
-            One per prompt: ``Completed`` or ``Failed``.
+        Results
+            A list with one result per prompt: ``Completed`` or ``Failed``; with ``to_numpy()`` and ``to_pandas()``.
         """
-        return list(self.stream(prompts, raw=raw, system=system, **params))
+        self._for("generate")
+        return Results(self.stream(prompts, raw=raw, system=system, **params))
+
+    @awaitable
+    def embed(self, texts: Iterable[Any], *, truncate: str | None = None) -> Results:
+        """Return the vector of each text, in the same order; for a driver of task "embed".
+
+        Pooling, normalisation, prompts, dimensions and precision are engine options.
+
+        Parameters
+        ----------
+        texts : iterable
+            Texts, or lists of token ids.
+        truncate : {None, "left", "right"}
+            What to do with a text that is longer than the model takes: fail it, or drop tokens from that side.
+
+        Returns
+        -------
+        Results
+            ``to_numpy()`` makes one array of them, of shape (texts, dimensions).
+
+        Raises
+        ------
+        ConfigError
+            The driver is for another task.
+        """
+        self._for("embed")
+        return Results(self.stream(texts, truncate=truncate or self.params.truncate))
+
+    @awaitable
+    def classify(self, texts: Iterable[Any], *, truncate: str | None = None) -> Results:
+        """Return the labels of each text or pair of texts, in the same order; for a driver of task "classify".
+
+        The engine option ``labels`` asks for labels of your own (zero-shot), ``top_k`` for how many.
+
+        Parameters
+        ----------
+        texts : iterable
+            Texts; or pairs, for a model of pairs.
+        truncate : {None, "left", "right"}
+            As for :meth:`embed`.
+
+        Returns
+        -------
+        Results
+            An output is ``{"label": …, "score": …}``, or a list of them.
+        """
+        self._for("classify")
+        return Results(self.stream(texts, truncate=truncate or self.params.truncate))
+
+    @awaitable
+    def score(
+        self, pairs: Iterable[Any], others: Iterable[Any] | None = None, *, truncate: str | None = None
+    ) -> Results:
+        """Return how well the second text of each pair answers the first, in the same order; for task "score".
+
+        Parameters
+        ----------
+        pairs : iterable, or str
+            Pairs of texts, ``("how tall is it?", "8 m")``; or, with ``others``, their first texts, or one for all.
+        others : iterable or None
+            The second texts.
+        truncate : {None, "left", "right"}
+            As for :meth:`embed`; the longer text of a pair is cut first.
+
+        Returns
+        -------
+        Results
+            An output is a number; with the engine option ``rank``, and lists as second texts, a ranking.
+        """
+        self._for("score")
+        if others is not None:
+            firsts = repeat(pairs) if isinstance(pairs, str) else pairs
+            pairs = list(zip(firsts, others, strict=not isinstance(pairs, str)))
+        return Results(self.stream(pairs, truncate=truncate or self.params.truncate))
+
+    def _for(self, task: str) -> None:
+        if self.spec.task != task:
+            raise ConfigError(
+                f"{task}() is for task {task!r}, and this driver's is {self.spec.task!r}: call {self.spec.task}(), or make "
+                f"the driver with task={task!r}"
+            )
 
     @iterated
     def stream(
@@ -268,7 +353,7 @@ class Driver(Service):
         Parameters
         ----------
         prompts : iterable
-            As for :meth:`generate`. A result's ``id`` is its prompt's position.
+            As for :meth:`generate`, or for the method of the driver's task. A result's ``id`` is its prompt's position.
         ordered : bool
             In the order of the prompts, else as they are finished.
         priority : int
@@ -283,10 +368,10 @@ class Driver(Service):
 
     def _maker(
         self, prompts: Iterable[Any], params: Mapping[str, Any], *, raw: bool, system: str | None
-    ) -> Callable[[int, Input], Request]:
+    ) -> Callable[[int, Any], Request]:
         if isinstance(prompts, str | bytes | Mapping):
             raise ConfigError(f"prompts must be an iterable of prompts, not one {type(prompts).__name__}")
-        return request_maker(prompts, with_seed(self.params), params, raw=raw, system=system)
+        return request_maker(prompts, with_seed(self.params), params, raw=raw, system=system, task=self.spec.task)
 
     @awaitable
     def run(  # noqa: PLR0913 - a run has this much to say
@@ -326,8 +411,8 @@ class Driver(Service):
             A folder of Parquet files, or one ``.jsonl``, ``.parquet`` or ``.csv`` file.
         prompt : str
             Template over columns, such as ``"Summarise: {text}"``.
-        columns : str
-            The column that holds the prompts.
+        columns : str or sequence of str
+            The column that holds the prompts; for pairs of texts the two columns, such as ``("query", "passage")``.
         messages : str
             The column that holds chat messages.
         keep : sequence of str

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from daskinfer.errors import ConfigError, MissingColumnError, RowError, UnknownOptionError, describe
-from daskinfer.inputs import as_input, as_python
+from daskinfer.inputs import as_python, check_of
 from daskinfer.prompts import Problem, Prompter
 from daskinfer.records import Completed, Failed, FailureKind, Input, Result, SamplingParams
 
@@ -30,8 +30,8 @@ Postprocess: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 # ---------------------------------------------------------------- prompts
 
 
-def preprocessor(function: Preprocess, available: tuple[str, ...]) -> Prompter:
-    """Return what makes prompts with a callable: rows (dicts of all columns) in, one prompt for each out.
+def preprocessor(function: Preprocess, available: tuple[str, ...], task: str = "generate") -> Prompter:
+    """Return what makes a task's prompts with a callable: rows (dicts of all columns) in, one prompt for each out.
 
     Where it raises, or returns an exception for a row, that row fails; rows are tried one by one to find out which.
 
@@ -42,13 +42,14 @@ def preprocessor(function: Preprocess, available: tuple[str, ...]) -> Prompter:
     """
     if not callable(function):
         raise ConfigError(f"preprocess={function!r}: must be a callable from a list of rows to a list of prompts")
-    return _Preprocessed(available, function)
+    return _Preprocessed(available, function, task)
 
 
 @dataclass(frozen=True)
 class _Preprocessed(Prompter):
     columns: tuple[str, ...]
     function: Preprocess
+    task: str = "generate"
 
     def render(self, values: Mapping[str, Any], n: int) -> list[Input | Problem]:
         columns = [as_python(values[name]) for name in self.columns]
@@ -62,7 +63,7 @@ class _Preprocessed(Prompter):
         if isinstance(made, BaseException):
             return Problem(FailureKind.ERROR, f"preprocess: {describe(made)}")
         try:
-            return as_input(made, "what preprocess returned")
+            return check_of(self.task)(made, "what preprocess returned")
         except RowError as error:
             return Problem(error.row_kind, error.message)
 

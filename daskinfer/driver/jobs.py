@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from daskinfer.driver.aio import awaitable, stepped
 from daskinfer.driver.answers import answers
+from daskinfer.driver.results import Results
 from daskinfer.driver.stream import Stream
 from daskinfer.errors import JobCancelledError
-from daskinfer.records import Input, Request, Result
+from daskinfer.records import Request, Result
 
 if TYPE_CHECKING:
     from daskinfer.driver.service import Service
@@ -63,7 +64,7 @@ class Job:
         self,
         driver: Service,
         prompts: Iterator[Any],
-        make: Callable[[int, Input], Request],
+        make: Callable[[int, Any], Request],
         *,
         priority: int,
         total: int | None,
@@ -114,7 +115,7 @@ class Job:
             return JobStatus(self._state, completed, len(self._results) - completed, self._total)
 
     @awaitable
-    def result(self, timeout: float | None = None) -> list[Result]:
+    def result(self, timeout: float | None = None) -> Results:
         """Wait for the end and return all results in the order of the rows.
 
         Parameters
@@ -135,7 +136,7 @@ class Job:
             if not self._changed.wait_for(lambda: self._state != "running", timeout):
                 raise TimeoutError(f"{self.name} was not done within timeout={timeout:g} s; it goes on")
             self._raise()
-            return list(self._results)
+            return Results(self._results)
 
     @awaitable
     def cancel(self) -> bool:
@@ -156,7 +157,7 @@ class Job:
         if self._state == "cancelled":
             raise JobCancelledError(f"{self.name} was cancelled after {len(self._results)} results")
 
-    def _work(self, stream: Stream, prompts: Iterator[Any], make: Callable[[int, Input], Request]) -> None:
+    def _work(self, stream: Stream, prompts: Iterator[Any], make: Callable[[int, Any], Request]) -> None:
         state, error = "done", None
         try:
             for result in answers(self._driver, prompts, make, ordered=True, priority=self.priority, stream=stream):

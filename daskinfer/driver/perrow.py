@@ -9,18 +9,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from daskinfer.errors import ConfigError
-from daskinfer.records import Input, Request, SamplingParams
+from daskinfer.inputs import check_of
+from daskinfer.records import Request, SamplingParams
 
 __all__ = ["request_maker"]
 
 SEQUENCES = ("stop", "stop_token_ids")
 """Parameters that are sequences themselves: only a sequence of sequences is one for each prompt."""
+_CALLED = {"embed": "the text", "classify": "the text", "score": "the pair"}
 
 
 def request_maker(
-    prompts: Iterable[Any], params: SamplingParams, changes: Mapping[str, Any], *, raw: bool, system: str | None
-) -> Callable[[int, Input], Request]:
-    """Return what makes a request of a position and a prompt.
+    prompts: Iterable[Any],
+    params: SamplingParams,
+    changes: Mapping[str, Any],
+    *,
+    raw: bool,
+    system: str | None,
+    task: str = "generate",
+) -> Callable[[int, Any], Request]:
+    """Return what makes a request of a position and a prompt; it raises ``RowError`` for a prompt that cannot be used.
 
     Parameters
     ----------
@@ -32,6 +40,8 @@ def request_maker(
         A value for all prompts, or a sequence with one for each; None in it stands for the value in ``params``.
     raw, system
         As for :meth:`Driver.generate`.
+    task : str
+        What the prompts are for.
 
     Raises
     ------
@@ -42,8 +52,9 @@ def request_maker(
     """
     lists = {name: list(value) for name, value in changes.items() if _is_list(name, value)}
     common = params.updated(**{name: value for name, value in changes.items() if name not in lists})
+    check, where = check_of(task), _CALLED.get(task, "the prompt")
     if not lists:
-        return lambda row, prompt: Request(row, prompt, common, raw, system)
+        return lambda row, prompt: Request(row, check(prompt, where), common, raw, system)
     if not isinstance(prompts, Sized):
         raise ConfigError(
             f"{next(iter(lists))} is a list with a value for each prompt, but prompts is an iterator without a length; "
@@ -53,7 +64,7 @@ def request_maker(
         if len(values) != len(prompts):
             raise ConfigError(f"{name} has {len(values)} values for {len(prompts)} prompts; give one for each")
     made = rows_of(common, lists)
-    return lambda row, prompt: Request(row, prompt, made[row], raw, system)
+    return lambda row, prompt: Request(row, check(prompt, where), made[row], raw, system)
 
 
 def rows_of(common: SamplingParams, lists: Mapping[str, Sequence[Any]]) -> list[SamplingParams]:

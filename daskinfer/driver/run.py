@@ -90,14 +90,15 @@ class RunOptions:
 
 def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunReport:
     """Run; see :meth:`Driver.run`."""
-    opened = open_source(source)
+    opened, task = open_source(source), driver.spec.task
     available = opened.columns
     if opened.is_empty and not available:  # no row, so no column either: nothing to check the settings against
         asked = prompter(columns="prompt", available=("prompt",))
     elif options.preprocess is not None:
-        asked = preprocessor(options.preprocess, available)
+        asked = preprocessor(options.preprocess, available, task)
     else:
-        asked = prompter(prompt=options.prompt, columns=options.columns, messages=options.messages, available=available)
+        ways = options.prompt, options.columns, options.messages
+        asked = prompter(prompt=ways[0], columns=ways[1], messages=ways[2], available=available, task=task)
     row_params(options.row_params, available)
     keep = tuple(available if options.keep is None else options.keep)
     spec = driver.spec

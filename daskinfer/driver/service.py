@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from daskinfer.cluster import Connection, scale
 from daskinfer.driver.aio import awaitable
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.jobs import Job
+from daskinfer.driver.placement import placed
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.driver.tasks import Tasks, read_task
 from daskinfer.errors import NotRunningError
-from daskinfer.records import Input, Request, SamplingParams, WorkerView
+from daskinfer.records import Request, SamplingParams, WorkerView
 
 if TYPE_CHECKING:
     from daskinfer.driver.manager import WorkerManager
@@ -58,7 +60,7 @@ class Service(ABC):
     @abstractmethod
     def _maker(
         self, prompts: Iterable[Any], params: Mapping[str, Any], *, raw: bool, system: str | None
-    ) -> Callable[[int, Input], Request]:
+    ) -> Callable[[int, Any], Request]:
         """Return what makes requests of prompts."""
 
     # ---------------------------------------------------------------- jobs

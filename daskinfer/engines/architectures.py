@@ -1,4 +1,4 @@
-"""What a model's files say of its architecture, read without loading anything: enough to choose an engine.
+"""What a model's files say of its architecture, read without loading anything: enough to choose a task and an engine.
 
 Runs on: anywhere.
 """
@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["describe_model", "packable"]
+__all__ = ["describe_model", "packable", "task_of"]
 
 _NOT_PACKABLE = frozenset(
     {
@@ -34,6 +34,14 @@ _NOT_PACKABLE = frozenset(
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 _MOVING_ROPE = frozenset({"dynamic", "longrope"})
 _LONGEST_NAME = 1 << 10
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+_VECTORS = frozenset(  # architectures without a head that writes text, and those whose head fills in masks
+    {
+        *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"),
+        *("funnel", "gte", "layoutlm", "longformer", "luke", "modernbert", "mpnet", "nomic_bert", "roberta"),
+        *("roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl"),
+    }
+)
 
 
 def describe_model(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -48,8 +56,37 @@ def describe_model(model: str, revision: str | None = None) -> dict[str, Any] | 
         if path.is_file():
             kind = _gguf_architecture(path)
             return None if kind is None else {"model_type": kind}
-        cached = _cached_config(model, revision)
+        cached = _cached(model, "config.json", revision)
         return None if cached is None else _config(cached)
+    except (OSError, ValueError):
+        return None
+
+
+def task_of(model: str, revision: str | None = None) -> str:
+    """Return the task that a model was made for, "generate" where its files cannot be read here.
+
+    Folders of sentence-transformers and encoders embed; models with a classification head classify, and those that
+    sentence-transformers saved as cross-encoders score.
+    """
+    modules = _read(model, "modules.json", revision)
+    if isinstance(modules, list):
+        return "embed"
+    config = describe_model(model, revision) or {}
+    names = [str(name) for name in config.get("architectures") or ()]
+    if any(name.endswith(_CLASSIFIERS) for name in names):
+        is_cross = "sentence_transformers" in config or "sbert_ce_default_activation_function" in config
+        return "score" if is_cross else "classify"
+    if config.get("model_type") in _VECTORS and not config.get("is_decoder"):
+        return "embed"
+    return "embed" if any(name.endswith("EncoderModel") for name in names) else "generate"
+
+
+def _read(model: str, name: str, revision: str | None) -> Any:
+    """Return a JSON file of a model folder or of a hub model in this host's cache; None where it is not there."""
+    folder = Path(model).expanduser()
+    try:
+        path = folder / name if folder.is_dir() else None if folder.is_file() else _cached(model, name, revision)
+        return json.loads(path.read_text(encoding="utf-8")) if path is not None else None
     except (OSError, ValueError):
         return None
 
@@ -73,14 +110,14 @@ def _config(path: Path) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _cached_config(model: str, revision: str | None) -> Path | None:
+def _cached(model: str, name: str, revision: str | None) -> Path | None:
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, name, revision=revision)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None

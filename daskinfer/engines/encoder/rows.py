@@ -12,15 +12,14 @@ Runs on: worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from daskinfer.errors import RowError
-from daskinfer.inputs import as_prompt, as_python
 from daskinfer.records import FailureKind, Request
 
-__all__ = ["Row", "Text", "Tokeniser", "Tokens", "as_pair", "as_text"]
+__all__ = ["Row", "Text", "Tokeniser", "Tokens"]
 
 Text: TypeAlias = tuple[str, str | None]
 """A text, and the second one of a pair or None."""
@@ -67,54 +66,6 @@ class Row(Request):
     def tokens(self) -> int:
         """Tokens of all its sequences."""
         return sum(len(sequence.ids) for sequence in self.sequences)
-
-
-# ---------------------------------------------------------------- what a row may be
-
-
-def as_text(value: Any, where: str = "the text") -> str:
-    """Return a text, checked.
-
-    Raises
-    ------
-    RowError
-        Missing, empty or not text.
-    """
-    found = as_prompt(value, where) if value is None or isinstance(as_python(value), str) else None
-    if not isinstance(found, str):
-        raise RowError(f"{where} is a {type(value).__name__}; this task takes text", FailureKind.WRONG_TYPE)
-    return found
-
-
-def as_pair(value: Any) -> tuple[str, str | list[str]]:
-    """Return both sides of a pair; the second may be a list of texts, which are ranked.
-
-    Raises
-    ------
-    RowError
-        Not a pair, or a side of it is missing, empty or not text.
-    """
-    value = as_python(value)
-    if isinstance(value, Mapping):
-        if set(value) != {"text", "text_pair"}:
-            raise RowError(
-                f"a pair has the keys 'text' and 'text_pair'; this one has {', '.join(map(repr, value)) or 'none'}",
-                FailureKind.INVALID_ROW,
-            )
-        first, second = value["text"], as_python(value["text_pair"])
-    elif isinstance(value, list | tuple) and len(value) == 2:
-        first, second = value[0], as_python(value[1])
-    else:
-        raise RowError(
-            f"the row is a {type(value).__name__}; this task takes a pair of texts, {{'text': …, 'text_pair': …}}",
-            FailureKind.WRONG_TYPE,
-        )
-    if isinstance(second, list | tuple):
-        if not second:
-            raise RowError("the list of texts to rank is empty", FailureKind.EMPTY_PROMPT)
-        listed = [as_text(item, f"text {i} of the list to rank") for i, item in enumerate(second, 1)]
-        return as_text(first, "the first text"), listed
-    return as_text(first, "the first text"), as_text(second, "the second text")
 
 
 # ---------------------------------------------------------------- tokens

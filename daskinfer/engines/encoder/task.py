@@ -15,8 +15,9 @@ import torch
 from daskinfer.config import ModelSpec
 from daskinfer.engines.encoder.options import EncoderOptions
 from daskinfer.engines.encoder.recipe import Recipe
-from daskinfer.engines.encoder.rows import Row, Text, Tokens, as_pair, as_text
+from daskinfer.engines.encoder.rows import Row, Text, Tokens
 from daskinfer.errors import RowError
+from daskinfer.inputs import as_pair, as_text
 from daskinfer.records import Completed, FailureKind, Usage
 
 __all__ = ["NOT_NUMBERS", "Task", "done"]
@@ -62,7 +63,7 @@ class Task(ABC):
         """
         if isinstance(value, str):
             return [(as_text(value), None)]
-        first, second = as_pair(value)
+        first, second = as_pair(value).values()
         if isinstance(second, list):
             raise RowError("the second text of the pair is a list", FailureKind.WRONG_TYPE)
         return [(first, second)]

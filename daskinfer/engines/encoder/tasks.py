@@ -25,10 +25,10 @@ from daskinfer.engines.encoder.labels import (
 from daskinfer.engines.encoder.options import ACTIVATIONS, EncoderOptions
 from daskinfer.engines.encoder.pooling import Vectors, at_precision, vector_type
 from daskinfer.engines.encoder.recipe import Recipe
-from daskinfer.engines.encoder.rows import Row, Text, Tokens, as_pair, as_text
+from daskinfer.engines.encoder.rows import Row, Text, Tokens
 from daskinfer.engines.encoder.task import NOT_NUMBERS, Task, done
 from daskinfer.errors import ConfigError, RowError
-from daskinfer.inputs import as_prompt
+from daskinfer.inputs import as_pair, as_prompt, as_text
 from daskinfer.records import FailureKind
 
 __all__ = ["ZERO_VECTOR", "task_of"]
@@ -212,7 +212,7 @@ class Score(Task):
 
     def texts(self, value: Any) -> Sequence[Text] | Tokens:
         """Return the pair."""
-        first, second = as_pair(value)
+        first, second = as_pair(value).values()
         if isinstance(second, list):
             raise RowError("the second text is a list; set the option rank to have it ranked", FailureKind.WRONG_TYPE)
         return [(first, second)]
@@ -237,7 +237,7 @@ class Rank(Score):
 
     def texts(self, value: Any) -> Sequence[Text] | Tokens:
         """Return the text with each text of the list."""
-        first, second = as_pair(value)
+        first, second = as_pair(value).values()
         return [(first, item) for item in ([second] if isinstance(second, str) else second)]
 
     def outputs(self, rows: Sequence[Row], numbers: torch.Tensor) -> list[Any]:

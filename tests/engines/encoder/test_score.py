@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from daskinfer.engines.encoder import EncoderEngine
-from daskinfer.engines.encoder.rows import as_pair
-from daskinfer.errors import ConfigError, RowError
+from daskinfer.errors import ConfigError
 from daskinfer.records import Completed, Failed, SamplingParams
 from tests.engines.encoder.models import LIMIT, RIGHT, TEXTS, logits, make, outputs, run, spec_of
 from tests.engines.tiny import edit_json, words
@@ -109,26 +108,3 @@ def test_over_long_pairs(tmp_path: Path) -> None:
     (left,) = run(spec_of(folder, "score"), [pair], SamplingParams(truncate="left"))
     assert isinstance(left, Completed)
     assert left.usage.prompt_tokens == LIMIT
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        ("one text", "wrong_type"),
-        (None, "wrong_type"),
-        ([], "wrong_type"),
-        (["a", "b", "c"], "wrong_type"),
-        (["a", 3], "wrong_type"),
-        (["a", ""], "empty_prompt"),
-        ({"text": "a"}, "invalid_row"),
-        ({"query": "a", "document": "b"}, "invalid_row"),
-        ({"text": "a", "text_pair": None}, "missing_prompt"),
-        ({"text": "a", "text_pair": []}, "empty_prompt"),
-        ({"text": "a", "text_pair": ["b", " "]}, "empty_prompt"),
-        ({"text": "a", "text_pair": "\ud800"}, "invalid_row"),
-    ],
-)
-def test_what_is_no_pair(value: Any, kind: str) -> None:
-    with pytest.raises(RowError) as caught:
-        as_pair(value)
-    assert caught.value.row_kind == kind
