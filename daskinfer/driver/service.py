@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sized
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from daskinfer.cluster import Connection, scale
 from daskinfer.driver.aio import awaitable
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.jobs import Job
-from daskinfer.driver.placement import placed
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.driver.tasks import Tasks, read_task
 from daskinfer.errors import NotRunningError
