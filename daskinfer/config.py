@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from daskinfer.errors import ConfigError, UnknownOptionError
 
-__all__ = ["BatchPolicy", "HealthPolicy", "ModelSpec", "RetryPolicy", "from_mapping"]
+__all__ = ["BatchPolicy", "FramePolicy", "HealthPolicy", "ModelSpec", "RetryPolicy", "from_mapping"]
 
 TASKS = ("generate", "embed", "classify", "score")
 ISOLATIONS = ("auto", "process", "thread")
@@ -233,7 +233,11 @@ class HealthPolicy:
     engine_restarts : int
         Restarts in a row without a finished row after which a worker's engine counts as broken.
     heartbeat_timeout_s : float
-        A scheduler not heard of for longer is lost.
+        A scheduler or a worker not heard of for longer is lost; at least three heartbeats of the workers.
+    detection_interval_s : float
+        How often the scheduler looks for workers that are silent or stuck.
+    failure_threshold : int
+        Such looks in a row that must find a worker wanting before it is evicted.
     poll_s : float
         How often the driver asks the scheduler for the workers' states; this also renews its lease.
     lease_grace_s : float
@@ -247,6 +251,8 @@ class HealthPolicy:
     start_timeout_s: float = 120.0
     engine_restarts: int = 5
     heartbeat_timeout_s: float = 30.0
+    detection_interval_s: float = 1.0
+    failure_threshold: int = 3
     poll_s: float = 0.5
     lease_grace_s: float = 60.0
     drain_s: float = 20.0
@@ -257,7 +263,25 @@ class HealthPolicy:
             self,
             *((f.name, getattr(self, f.name) > 0, "greater than 0") for f in fields(self) if f.name.endswith("_s")),
             ("engine_restarts", self.engine_restarts >= 0, "at least 0"),
+            ("failure_threshold", self.failure_threshold >= 1, "at least 1"),
         )
+
+
+@dataclass(frozen=True)
+class FramePolicy:
+    """How engines are kept for DataFrames, where no driver keeps them.
+
+    Parameters
+    ----------
+    idle_s : float
+        Seconds after which an engine that no partition uses is closed.
+    """
+
+    idle_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check(self, ("idle_s", self.idle_s >= 0, "at least 0"))
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str | None = None) -> T:

@@ -25,7 +25,7 @@ from typing import TypeAlias, assert_never
 
 from daskinfer.batching import Fleet, Pending, Speed, batch_rows, rows_wanted
 from daskinfer.config import BatchPolicy, RetryPolicy
-from daskinfer.faults import Do, History, Verdict, judge_row, judge_undone
+from daskinfer.faults import ENGINE_DEATHS, Do, History, Verdict, judge_row, judge_undone
 from daskinfer.records import Batch, Completed, Failed, FailureKind, Fault, Report, Request, Result
 
 __all__ = [
@@ -117,11 +117,12 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Retrying:
-    """Rows will be tried again, and why (for observers)."""
+    """Rows will be tried again, in which way (a :class:`~daskinfer.faults.Do`), and why (for observers)."""
 
     rows: int
     kind: str
     message: str
+    verdict: str = "retry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,13 @@ class _Flight:
     batch: Batch
     bytes: int
     arrival: int
+
+
+def _alone(batch: Batch, fault: Fault | None) -> bool:
+    """Whether a row was by itself in its engine when that died, or as a probe on a worker that was lost."""
+    if fault is not None and fault.kind in ENGINE_DEATHS:
+        return len(fault.suspects) == 1 and not fault.company
+    return batch.probe and len(batch.requests) == 1
 
 
 class Window:
@@ -268,7 +276,7 @@ class Window:
         left = {request.id: request for request in flight.batch.requests}
         final: list[Result] = []
         actions: list[Action] = []
-        again: dict[tuple[float, str, str], list[Request]] = {}
+        again: dict[Verdict, list[Request]] = {}
         for result in report.results:
             request = left.pop(result.id, None)
             if request is None:
@@ -278,12 +286,17 @@ class Window:
                 self._histories.pop(result.id, None)
                 final.append(Failed(result.id, verdict.kind, verdict.message) if verdict else result)
             else:
-                again.setdefault((verdict.delay_s, verdict.kind, verdict.message), []).append(request)
+                again.setdefault(verdict, []).append(request)
         if left:
-            final += self._undone(flight, report.fault, list(left.values()), again)
-        for (delay, kind, message), rows in again.items():
-            self._later(tuple(rows), flight, now + delay if delay > 0 else None)
-            actions.append(Retrying(len(rows), kind, message))
+            final += self._undone(report.fault, list(left.values()), again, alone=_alone(flight.batch, report.fault))
+        for verdict, rows in again.items():
+            if verdict.do is Do.SPLIT:
+                self._suspect(rows, flight, parts=2)
+            elif flight.batch.probe and report.fault is not None and verdict.kind == report.fault.kind:
+                self._suspect(rows, flight, parts=1)  # they were not found out about
+            else:
+                self._later(tuple(rows), flight, now + verdict.delay_s if verdict.delay_s > 0 else None)
+            actions.append(Retrying(len(rows), verdict.kind, verdict.message, verdict.do.value))
         if final:
             self._speed.add(len(final), now)
             actions.insert(0, Emit(tuple(r.at(report.worker) if isinstance(r, Failed) else r for r in final)))
@@ -297,36 +310,30 @@ class Window:
         return judge_row(result, history, self._retry, self._rng.random())
 
     def _undone(
-        self,
-        flight: _Flight,
-        fault: Fault | None,
-        rows: list[Request],
-        again: dict[tuple[float, str, str], list[Request]],
+        self, fault: Fault | None, rows: list[Request], again: dict[Verdict, list[Request]], *, alone: bool
     ) -> list[Result]:
-        """Sort out rows without a result: retry, suspect, or fail; returns the failed ones."""
+        """Judge rows without a result: those to be tried again go to ``again``; returns the failed ones."""
         if fault is None:
             message = "the engine returned no result for this row"
             for request in rows:
                 self._histories.pop(request.id, None)
             return [Failed(request.id, FailureKind.ERROR, message) for request in rows]
-        alone = flight.batch.probe and len(flight.batch.requests) == 1
         failed: list[Result] = []
-        suspects: list[Request] = []
+        chance = self._rng.random()  # one for all: rows that wait for the same reason come back together
         for request in rows:
             history = self._histories.setdefault(request.id, History())
-            verdict = judge_undone(fault, request.id, history, self._retry, alone=alone)
-            if verdict.do is Do.FAIL:
+            verdict = judge_undone(fault, request.id, history, self._retry, alone=alone, chance=chance)
+            if verdict.do is Do.QUARANTINE:
                 self._histories.pop(request.id)
                 failed.append(Failed(request.id, verdict.kind, verdict.message))
-            elif verdict.do is Do.SUSPECT:
-                suspects.append(request)
             else:
-                again.setdefault((verdict.delay_s, str(fault.kind), fault.message), []).append(request)
-        middle = (len(suspects) + 1) // 2
-        for half in (suspects[:middle], suspects[middle:]):
-            if half:
-                self._probes.append((tuple(half), flight.arrival, flight.batch.priority))
+                again.setdefault(verdict, []).append(request)
         return failed
+
+    def _suspect(self, rows: list[Request], flight: _Flight, parts: int) -> None:
+        size = -(-len(rows) // parts)
+        for at in range(0, len(rows), size):
+            self._probes.append((tuple(rows[at : at + size]), flight.arrival, flight.batch.priority))
 
     def _later(self, rows: tuple[Request, ...], flight: _Flight, due: float | None) -> None:
         if due is None:

@@ -151,12 +151,13 @@ def _health(config: Mapping[str, Any], health: HealthPolicy) -> HealthPolicy:
     timeout = _seconds(config, "heartbeat_timeout")
     if timeout is not None:
         changes["heartbeat_timeout_s"] = timeout
-    intervals = [_seconds(config, name) for name in ("detection_interval", "worker_monitor_interval")]
-    if any(intervals):
-        changes["poll_s"] = min(value for value in intervals if value)
+    for name, field_name in (("detection_interval", "detection_interval_s"), ("worker_monitor_interval", "poll_s")):
+        interval = _seconds(config, name)
+        if interval is not None:
+            changes[field_name] = interval
     threshold = _whole(config, "failure_threshold", 1)
     if threshold is not None:
-        changes["engine_restarts"] = threshold
+        changes["failure_threshold"] = threshold
     _seconds(config, "schedule_interval")  # nothing is scheduled at intervals: every event is acted on at once
     return replace(health, **changes)
 

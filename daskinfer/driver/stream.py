@@ -167,8 +167,8 @@ class Stream:
                     self._submit(batch, now)
                 case w.Emit(results):
                     self._emit(results)
-                case w.Retrying(rows, kind, message):
-                    self._note(RowsRetried(now, rows, kind, message))
+                case w.Retrying(rows, kind, message, verdict):
+                    self._note(RowsRetried(now, rows, kind, message, verdict))
                 case w.Release(keys):
                     for key in keys:
                         watcher = self._watchers.pop(key, None)

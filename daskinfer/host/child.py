@@ -1,7 +1,8 @@
 """The engine's own process: ``python -m daskinfer.host.child FD LEASH PARENT``.
 
 It has its own session and speaks its protocol on its own file descriptor; stdout and stderr belong to the model's code. It
-ends when the other end of that descriptor is closed, whatever it is doing, and on Linux also when its parent dies. A guard,
+ends when the other end of that descriptor is closed, whatever it is doing, and on Linux also when its parent dies; a SIGTERM
+to everything on its machine is left to the parent, which first gives the rows back. A guard,
 forked before anything is loaded, holds a leash: a pipe whose other end the parent has. When that end is closed the guard
 kills the whole process group, with what the engine itself has started, even if the engine is stuck in C code.
 
@@ -41,6 +42,7 @@ def unpack_length(header: bytes) -> int:
 def main(fd: int, leash: int, parent: int) -> int:
     """Serve one engine on an inherited socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN not inherited by what the engine starts
     _fork_guard(fd, leash)
     _die_with_parent(parent)
     os.set_inheritable(fd, False)

@@ -24,6 +24,7 @@ from typing import Any
 
 from daskinfer.config import HealthPolicy, ModelSpec
 from daskinfer.errors import RemoteError
+from daskinfer.faults import Do, judge_engine
 from daskinfer.host.channels import Channel, ProcessChannel, ThreadChannel
 from daskinfer.records import Batch, EngineStats, Fault, FaultKind, Report, Result, Timings, Usage, unpack_results
 
@@ -87,11 +88,12 @@ class Host:
         self._on_state = on_state or (lambda _: None)
         self._channel: Channel | None = None
         self._held: dict[str, _Held] = {}
-        self._heard = time.monotonic()
+        self._heard = self._changed = time.monotonic()
         self._loaded: asyncio.Future[None] | None = None
         self._steps: list[int] = []
         self._fruitless = 0
         self._death: tuple[FaultKind, str] | None = None
+        self._last_words = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---------------------------------------------------------------- what the worker calls
@@ -155,6 +157,7 @@ class Host:
             "pid": self._channel.pid if self._channel else None,
             "batches": len(self._held),
             "step_age_s": round(self._step_age(), 3),
+            "load_age_s": round(self._load_age(), 3),
             "restarts": self.restarts,
             "loads": self.loads,
             "capacity": stats.capacity,
@@ -176,6 +179,7 @@ class Host:
     def _become(self, state: str) -> None:
         if state != self.state:
             self.state = state
+            self._changed = time.monotonic()
             self._on_state(state)
 
     def _spawn(self, coroutine: Any) -> None:
@@ -208,7 +212,7 @@ class Host:
         self._become("restarting")
         if self._channel is not None:
             await self._channel.kill()
-        if self._fruitless > health.engine_restarts:
+        if judge_engine(self._fruitless, health) is Do.EVICT:
             message = f"died {self._fruitless} times in a row without finishing a row (engine_restarts)"
             await self._fail(RemoteError("EngineDiedError", message))
             return
@@ -254,6 +258,9 @@ class Host:
         working = any(held.began is not None for held in self._held.values())
         return time.monotonic() - self._heard if working else 0.0
 
+    def _load_age(self) -> float:
+        return time.monotonic() - self._changed if self.state in ("loading", "restarting") else 0.0
+
     # ---------------------------------------------------------------- messages
 
     def _send(self, message: tuple[Any, ...]) -> None:
@@ -278,6 +285,8 @@ class Host:
                 self.stats = stats
                 self._fruitless = 0
                 self._collect(packed, ended)
+            case ("died", name, text):
+                self._last_words = f"the engine raised {name}: {text}" if text else f"the engine raised {name}"
             case ("tick", stats):
                 self.stats = stats
             case ("steps", bins):
@@ -304,6 +313,7 @@ class Host:
     def _ended(self, channel: Channel, reason: str) -> None:
         if channel is not self._channel or self.state == "closed":
             return
+        reason, self._last_words = self._last_words or reason, ""
         self._settle(RemoteError("EngineDiedError", f"{reason} while loading"))
         if self.state == "ready":
             if not any(held.batch.probe and held.began is not None for held in self._held.values()):
@@ -320,11 +330,10 @@ class Host:
         assert self._death is not None
         kind, reason = self._death
         self._death = None
-        for held in list(self._held.values()):
-            if held.began is not None:
-                finished = {result.id for result in held.results}
-                suspects = tuple(r.id for r in held.batch.requests if r.id not in finished)
-                self._answer(held, Fault(kind, reason, suspects))
+        inside = [(held, _unfinished(held)) for held in self._held.values() if held.began is not None]
+        rows = sum(len(suspects) for _, suspects in inside)
+        for held, suspects in inside:
+            self._answer(held, Fault(kind, reason, suspects, rows - len(suspects)))
 
     def _answer_all(self, fault: Fault) -> None:
         for held in list(self._held.values()):
@@ -345,3 +354,8 @@ class Host:
         )
         if not held.future.done():
             held.future.set_result(report)
+
+
+def _unfinished(held: _Held) -> tuple[int, ...]:
+    finished = {result.id for result in held.results}
+    return tuple(r.id for r in held.batch.requests if r.id not in finished)

@@ -168,7 +168,7 @@ def serve(spec: ModelSpec, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
         engine = engine_class(spec)(spec)
         engine.load()
         stats = engine.stats()
-    except Exception as error:  # noqa: BLE001 - whatever a model's code raises is a reason to report
+    except BaseException as error:  # noqa: BLE001 - whatever a model's code raises, SystemExit too, is a reason to report
         remote = RemoteError.from_exception(error)
         send(("failed", remote.type_name, remote.message, remote.details))
         if engine is not None:
@@ -177,6 +177,10 @@ def serve(spec: ModelSpec, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
     send(("loaded", stats))
     try:
         _run(EngineLoop(engine), inbox, send)
+    except BaseException as error:
+        remote = RemoteError.from_exception(error, with_traceback=False)
+        send(("died", remote.type_name, remote.message))  # an exit code would not say why
+        raise
     finally:
         engine.close()
 

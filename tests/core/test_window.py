@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import count
 
@@ -54,10 +55,12 @@ def done(batch: Batch) -> Reported:
     return Reported(Report(batch.key, tuple(Completed(r.id, "x") for r in batch.requests)))
 
 
-def faulted(batch: Batch, kind: FaultKind, *, suspects: tuple[int, ...] | None = None, finished: int = 0) -> Reported:
+def faulted(
+    batch: Batch, kind: FaultKind, *, suspects: tuple[int, ...] | None = None, finished: int = 0, company: int = 0
+) -> Reported:
     inside = tuple(r.id for r in batch.requests) if suspects is None else suspects
     results = tuple(Completed(r.id, "x") for r in batch.requests[:finished])
-    return Reported(Report(batch.key, results, Fault(kind, "died", inside)))
+    return Reported(Report(batch.key, results, Fault(kind, "died", inside, company)))
 
 
 # ---------------------------------------------------------------- conservation
@@ -249,7 +252,7 @@ def test_transient_rows_are_retried_after_a_pause_and_their_mates_are_not() -> N
     results = (Completed(0, "x"), Failed(1, "transient", "busy"), Completed(2, "x"))
     actions = made.handle(Reported(Report(batch.key, results)), 0.0)
     assert [r.id for r in emitted(actions)] == [0, 2]
-    assert [a for a in actions if isinstance(a, Retrying)] == [Retrying(1, "transient", "busy")]
+    assert [a for a in actions if isinstance(a, Retrying)] == [Retrying(1, "transient", "busy", "retry later")]
     assert made.due == 1.0
     assert submitted(made.handle(Tick(), 0.5)) == []
     [second] = submitted(made.handle(Tick(), 1.0))
@@ -334,6 +337,44 @@ def test_a_lost_worker_costs_a_retry_and_only_repeated_losses_make_suspects() ->
     assert not failed.ok
     assert isinstance(failed, Failed)
     assert "worker was lost" in failed.message
+
+
+@pytest.mark.parametrize("kind", [FaultKind.PREEMPTED, FaultKind.ABORTED, FaultKind.ENGINE_NOT_READY])
+def test_suspects_that_were_not_found_out_about_stay_suspects(kind: FaultKind) -> None:
+    """A worker that is retired during a probe neither clears its rows nor blames them."""
+    made = window(batch=8, slots=1)
+    [batch] = submitted(made.handle(Offered(rows(0, 8)), 0))
+    [probe] = submitted(made.handle(faulted(batch, FaultKind.ENGINE_DIED), 0))
+    [other] = submitted(made.handle(faulted(probe, kind, suspects=()), 0))
+    [again] = submitted(made.handle(done(other), 0))
+    assert [r.id for r in again.requests] == [r.id for r in probe.requests]
+    assert again.probe
+    assert again.attempt == 1  # as before: it was no death
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 200), poison=st.sets(st.integers(0, 199), min_size=1, max_size=4), batch=st.integers(1, 64))
+def test_deaths_are_bounded_by_the_number_of_poison_rows(n: int, poison: set[int], batch: int) -> None:
+    """All batches are inside one engine when it dies: p · (log2(n) + 1), with the logarithm rounded up."""
+    made = window(batch=batch, slots=max(1, -(-n // batch)))
+    engine = submitted(made.handle(Offered(rows(0, n)), 0))
+    made.handle(Exhausted(), 0)
+    poison = {p for p in poison if p < n}
+    deaths, results, waiting = 0, [], list(engine)
+    while waiting:
+        probes = [b for b in waiting if b.probe]
+        inside = probes[:1] or waiting  # a probe is alone, others share the engine
+        waiting = [b for b in waiting if b not in inside]
+        dead = any(r.id in poison for b in inside for r in b.requests)
+        deaths += dead
+        for each in inside:
+            company = sum(len(b.requests) for b in inside) - len(each.requests)
+            actions = made.handle(faulted(each, FaultKind.ENGINE_DIED, company=company) if dead else done(each), 0)
+            results += emitted(actions)
+            waiting += submitted(actions)
+    assert {r.id for r in results if not r.ok} == poison
+    assert sorted(r.id for r in results) == list(range(n))
+    assert deaths <= len(poison) * (math.ceil(math.log2(n)) + 1)
 
 
 def test_batches_grow_with_speed_and_shrink_at_the_end() -> None:

@@ -107,7 +107,14 @@ def test_a_load_that_takes_too_long_has_failed() -> None:
 
 @pytest.mark.parametrize(
     ("action", "said"),
-    [("exit", "exit code"), ("sigkill", "SIGKILL"), ("segv", "SIGSEGV"), ("system_exit", "exit code")],
+    [
+        ("exit", "exit code"),
+        ("sigkill", "SIGKILL (the kernel does that when memory runs out)"),
+        ("segv", "SIGSEGV"),
+        ("system_exit", "the engine raised SystemExit: 1"),
+        ("raise:builtins.KeyboardInterrupt", "the engine raised KeyboardInterrupt"),
+        ("raise:builtins.BaseException", "the engine raised BaseException"),
+    ],
 )
 def test_c39_c51_a_dead_engine_is_restarted_and_its_finished_rows_are_kept(
     action: str, said: str, fault_dir: Path, echo_log: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def test_every_name_of_the_sketch_means_something() -> None:
         1,
     )
     assert driver.batch.rows == 4
-    assert (driver.health.heartbeat_timeout_s, driver.health.poll_s, driver.health.engine_restarts) == (10, 0.2, 3)
+    health = driver.health
+    assert (health.heartbeat_timeout_s, health.poll_s) == (10, 0.2)
+    assert (health.detection_interval_s, health.failure_threshold) == (1, 3)
     assert (driver._workers, driver._cluster) == (2, "tcp://scheduler:8786")
     assert Driver({"model": "echo", "actor_gpu": 0.5}, engine="echo").spec.device == "cuda:0"
     assert Driver({"model": "echo", "ray_address": "auto"}, engine="echo", workers=3)._workers == 3
@@ -217,9 +220,9 @@ def test_worker_status_of_one_that_could_not_load_is_unhealthy(cluster: LocalClu
 
 @pytest.mark.cluster
 def test_a_worker_not_heard_of_is_unhealthy(cluster: LocalCluster) -> None:
-    health = HealthPolicy(poll_s=0.1, heartbeat_timeout_s=0.001)
-    with Driver(echo_spec(prefix="silent "), cluster=cluster, health=health) as driver:
+    with Driver(echo_spec(prefix="silent "), cluster=cluster, health=QUICK) as driver:
         driver.wait_until_ready()
+        driver._running.health = replace(QUICK, heartbeat_timeout_s=0.001)
         wait_until(lambda: any(not s.healthy for s in driver.worker_manager.worker_status().values()))
 
 
