@@ -418,7 +418,7 @@ class Driver(Service):
         keep : sequence of str
             Input columns to write; None: all.
         output_column : str
-            Name of the column with the answers, beside ``finish_reason, prompt_tokens, completion_tokens, error``.
+            Name of the column with the answers, beside ``finish_reason, prompt_tokens, completion_tokens, truncated_tokens, error``.
         raw, system
             As for :meth:`generate`.
         params : SamplingParams or dict

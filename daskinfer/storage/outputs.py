@@ -23,7 +23,7 @@ from daskinfer.storage.kinds import Kind, encode, json_field, plain
 
 __all__ = ["FIXED_COLUMNS", "OutputColumns", "arrow_type"]
 
-FIXED_COLUMNS = ("finish_reason", "prompt_tokens", "completion_tokens", "error")
+FIXED_COLUMNS = ("finish_reason", "prompt_tokens", "completion_tokens", "truncated_tokens", "error")
 """What stands after the output column: string, int64, int64, string."""
 
 _SCALARS = {
@@ -131,7 +131,7 @@ class OutputColumns:
         """Their Arrow fields."""
         kind = arrow_type(self.description)
         output = json_field(self.column) if self.description.strip() == "json" else pa.field(self.column, kind)
-        types = (pa.string(), pa.int64(), pa.int64(), pa.string())
+        types = (pa.string(), pa.int64(), pa.int64(), pa.int64(), pa.string())
         return [output, *map(pa.field, FIXED_COLUMNS, types)]
 
     def arrays(self, results: Sequence[Result]) -> list[pa.Array]:
@@ -150,6 +150,7 @@ class OutputColumns:
             _texts(reasons),
             pa.array([result and result.usage.prompt_tokens for result in done], pa.int64()),
             pa.array([result and result.usage.completion_tokens for result in done], pa.int64()),
+            pa.array([result and result.usage.truncated_tokens for result in done], pa.int64()),
             _texts(errors),
         ]
 

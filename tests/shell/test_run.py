@@ -54,7 +54,17 @@ def test_a_file_of_lines_to_a_folder_of_parquet(cluster: LocalCluster, tmp_path:
     assert (report.rows, report.completed, report.failed, report.state) == (300, 300, 0, "done")
     assert report.usage.prompt_tokens == 900
     frame = pd.read_parquet(tmp_path / "out")
-    assert list(frame) == ["id", "text", "n", "output", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
+    assert list(frame) == [
+        "id",
+        "text",
+        "n",
+        "output",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+        "truncated_tokens",
+        "error",
+    ]
     assert list(frame["id"]) == [row["id"] for row in rows]
     assert list(frame["output"]) == [f"<Say línea {i}!>" for i in range(300)]
     assert frame["error"].isna().all()

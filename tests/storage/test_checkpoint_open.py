@@ -102,7 +102,7 @@ def test_the_manifest_says_what_the_output_is(job: Path, tmp_path: Path) -> None
     assert (manifest["complete"], manifest["rows"], manifest["failed"], manifest["created"]) == (True, 30, 4, 100.0)
     assert manifest["columns"] == {
         "id": "int64", "text": "string", "output": "string", "finish_reason": "string", "prompt_tokens": "int64",
-        "completion_tokens": "int64", "error": "string",
+        "completion_tokens": "int64", "truncated_tokens": "int64", "error": "string",
     }  # fmt: skip
     assert set(manifest["versions"]) == {"daskinfer", "pyarrow", "python"}
 
@@ -114,7 +114,7 @@ def test_c27_an_empty_job_has_an_empty_output_with_its_columns(tmp_path: Path, s
     source = open_source(tmp_path / "in.jsonl")
     with opened(tmp_path / sink, source, keep=("id",)) as checkpoint:
         assert Run().drive(checkpoint, source) == "finished"
-    names = ["id", "output", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
+    names = ["id", "output", "finish_reason", "prompt_tokens", "completion_tokens", "truncated_tokens", "error"]
     if sink in ("out", "out.parquet"):
         assert list(pd.read_parquet(tmp_path / sink).columns) == names
         assert pq.read_table(tmp_path / sink).num_rows == 0

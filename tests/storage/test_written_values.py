@@ -261,18 +261,32 @@ def test_descriptions_of_types() -> None:
             arrow_type(wrong)
 
 
-def test_failed_rows_are_null_with_their_error() -> None:
+def test_c19_rows_say_what_was_cut_off_and_failed_rows_are_null_with_their_error() -> None:
     results: list[Result] = [
-        Completed(0, "", "stop", Usage(3, 0)),
+        Completed(0, "", "stop", Usage(3, 0, 7)),
         Failed(1, "too_long", "1 > 0"),
         Completed(2, "é", None),
     ]
     made = pa.Table.from_arrays(OutputColumns().arrays(results), names=list(OutputColumns().names)).to_pylist()
-    none = {"output": None, "finish_reason": None, "prompt_tokens": None, "completion_tokens": None, "error": None}
+    none = {
+        "output": None,
+        "finish_reason": None,
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "truncated_tokens": None,
+        "error": None,
+    }
     assert made == [
-        {**none, "output": "", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 0},
+        {
+            **none,
+            "output": "",
+            "finish_reason": "stop",
+            "prompt_tokens": 3,
+            "completion_tokens": 0,
+            "truncated_tokens": 7,
+        },
         {**none, "error": "too_long: 1 > 0"},
-        {**none, "output": "é", "prompt_tokens": 0, "completion_tokens": 0},
+        {**none, "output": "é", "prompt_tokens": 0, "completion_tokens": 0, "truncated_tokens": 0},
     ]
 
 
