@@ -8,6 +8,7 @@ Runs on: anywhere.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from daskinfer.version import __version__
@@ -31,6 +32,7 @@ _HOME = {
     "SamplingParams": "records",
     "Usage": "records",
     "WorkerManager": "driver",
+    **dict.fromkeys(("apply", "chat", "classify", "embed", "generate", "score"), "dataframe"),
 }
 
 __all__ = [
@@ -53,10 +55,17 @@ __all__ = [
     "Usage",
     "WorkerManager",
     "__version__",
+    "apply",
+    "chat",
+    "classify",
+    "embed",
+    "generate",
+    "score",
 ]
 
 if TYPE_CHECKING:
     from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
+    from daskinfer.dataframe import apply, chat, classify, embed, generate, score
     from daskinfer.driver import Driver, Job, WorkerManager
     from daskinfer.engines.base import BatchEngine, Engine
     from daskinfer.records import Batch, Completed, EngineStats, Failed, Request, Result, SamplingParams, Usage
@@ -71,3 +80,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+def _infer(frame: Any) -> Any:
+    return importlib.import_module("daskinfer.dataframe").Infer(frame)
+
+
+def _register_accessors() -> None:
+    """Give ``infer`` to the frames of libraries that are loaded already; ``import daskinfer.dataframe`` does it for all."""
+    for module, frame in (("pandas", "pandas"), ("dask.dataframe.extensions", "dask.dataframe")):
+        library, owner = sys.modules.get(module), sys.modules.get(frame)
+        extensions: Any = getattr(getattr(library, "api", library), "extensions", library)
+        register = getattr(extensions, "register_dataframe_accessor", None)
+        if register is not None and owner is not None and not hasattr(getattr(owner, "DataFrame", object), "infer"):
+            register("infer")(_infer)
+
+
+_register_accessors()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from daskinfer.cluster import Connection, scale
 from daskinfer.driver.aio import awaitable
 from daskinfer.driver.dispatch import Dispatcher
 from daskinfer.driver.jobs import Job
+from daskinfer.driver.placement import placed
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.driver.tasks import Tasks, read_task
 from daskinfer.errors import NotRunningError
@@ -207,6 +209,16 @@ class Service(ABC):
     def scale_workers(self, n: int) -> None:
         """Change the number of workers; the same as :meth:`scale`."""
         self.scale(n)
+
+    def placement(self) -> AbstractContextManager[None]:
+        """Run inference tasks of a dask.dataframe that is computed in here only on workers that have this driver's model.
+
+        Examples
+        --------
+        >>> with driver.placement():  # doctest: +SKIP
+        ...     ddf.infer.generate("Summarise: {text}", model=driver).to_parquet("answers/")
+        """
+        return placed(self._running.spec.resource)
 
     @property
     def worker_manager(self) -> WorkerManager:

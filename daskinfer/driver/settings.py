@@ -1,4 +1,4 @@
-"""Policies as Dask's configuration gives them: the sections ``daskinfer.batch``, ``daskinfer.retry``, ``daskinfer.health``.
+"""Policies as Dask's configuration gives them: the sections ``daskinfer.batch``, ``daskinfer.retry``, and so on.
 
 As Dask's own packages do, importing this adds the packaged ``daskinfer.yaml`` to Dask's defaults; it repeats the defaults
 of :mod:`daskinfer.config` for people to read and change.
@@ -13,12 +13,17 @@ from typing import TypeVar
 
 import dask
 
-from daskinfer.config import BatchPolicy, HealthPolicy, RetryPolicy, from_mapping
+from daskinfer.config import BatchPolicy, FramePolicy, HealthPolicy, RetryPolicy, from_mapping
 
 __all__ = ["DEFAULTS", "SECTIONS", "configured"]
 
 DEFAULTS = Path(__file__).parents[1] / "daskinfer.yaml"
-SECTIONS: dict[type, str] = {BatchPolicy: "batch", RetryPolicy: "retry", HealthPolicy: "health"}
+SECTIONS: dict[type, str] = {
+    BatchPolicy: "batch",
+    RetryPolicy: "retry",
+    HealthPolicy: "health",
+    FramePolicy: "dataframe",
+}
 T = TypeVar("T")
 
 for _values in dask.config.collect_yaml([str(DEFAULTS)]):
