@@ -22,7 +22,7 @@ from distributed.scheduler import KilledWorker
 
 from daskinfer import window as w
 from daskinfer.batching import Fleet, Reorder
-from daskinfer.errors import ClusterError, DaskinferError, RemoteError
+from daskinfer.errors import ClusterError, DaskinferError, RemoteError, describe
 from daskinfer.records import (
     Batch,
     BatchReturned,
@@ -209,9 +209,12 @@ class Stream:
             lost = getattr(error.last_worker, "address", "")
             report = _lost(batch, FaultKind.WORKER_LOST, f"worker {lost} was lost", worker=lost)
         except Exception as error:  # noqa: BLE001 - anything else is a bug or a broken installation
-            remote = RemoteError.from_exception(error, with_traceback=False)
-            self.fail(ClusterError(f"a batch could not be run on a worker: {remote}"))
-            return
+            if future.status == "error" or not isinstance(error, OSError):
+                remote = RemoteError.from_exception(error, with_traceback=False)
+                self.fail(ClusterError(f"a batch could not be run on a worker: {remote}"))
+                return
+            # The connection broke while its result was fetched. Whether the scheduler is gone, the dispatcher finds out.
+            report = _lost(batch, FaultKind.PREEMPTED, f"the result could not be fetched: {describe(error)}")
         self._watchers.pop(batch.key, None)
         fault = report.fault
         self._note(
