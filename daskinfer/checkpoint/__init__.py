@@ -8,5 +8,6 @@ from __future__ import annotations
 from daskinfer.checkpoint.committer import Checkpoint
 from daskinfer.checkpoint.policy import CheckpointPolicy
 from daskinfer.checkpoint.published import Counts
+from daskinfer.checkpoint.remote import Place, output_at
 
-__all__ = ["Checkpoint", "CheckpointPolicy", "Counts"]
+__all__ = ["Checkpoint", "CheckpointPolicy", "Counts", "Place", "output_at"]

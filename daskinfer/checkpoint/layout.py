@@ -89,7 +89,7 @@ def locate(sink: str | Path) -> Layout:
     """
     text = str(sink)
     if "://" in text:
-        raise OutputError(f"{text}: output goes to local or mounted paths; write there, then copy")
+        raise OutputError(f"{text}: rows are committed on local or mounted paths")
     path = located(Path(text))
     if text.endswith("/") or path.is_dir() or not path.suffix:
         return Layout(path, "folder", path)

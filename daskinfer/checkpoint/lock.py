@@ -26,13 +26,15 @@ import psutil
 
 from daskinfer.errors import OutputLockedError
 
-__all__ = ["Lock"]
+__all__ = ["Lock", "Owner", "is_stale", "parse_owner", "this_process"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
+    """Who holds a lock."""
+
     user: str
     host: str
     space: str  # process ids mean something within one of these only: containers may share a host name
@@ -73,11 +75,11 @@ class Lock:
         self._path, self._target = path, target
         self._beat_s = beat_s
         self._beaten = now
-        self._me = _this_process(now)
+        self._me = this_process(now)
         with _guarded(path) as file:
             other, age = _read(file), now - path.stat().st_mtime
             if other is not None:
-                if not _is_stale(other, age, stale_s, self._me):
+                if not is_stale(other, age, stale_s, self._me):
                     raise OutputLockedError(str(target), str(other), max(age, 0.0))
                 logger.warning("%s: taking over from %s, which is gone", target, other)
             file.seek(0)
@@ -98,7 +100,7 @@ class Lock:
         if 0 <= now - self._beaten < self._beat_s:
             return
         with suppress(FileNotFoundError):
-            other = _parse(self._path.read_bytes())
+            other = parse_owner(self._path.read_bytes())
             if other is not None and other.token != self._me.token:
                 raise OutputLockedError(str(self._target), str(other), max(now - self._path.stat().st_mtime, 0.0))
             os.utime(self._path, (now, now))
@@ -107,7 +109,7 @@ class Lock:
     def is_ours(self) -> bool:
         """Tell whether this driver still holds the lock."""
         try:
-            owner = _parse(self._path.read_bytes())
+            owner = parse_owner(self._path.read_bytes())
         except OSError:
             return False
         return owner is not None and owner.token == self._me.token
@@ -143,21 +145,22 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
         return False
 
 
-def _read(file: IO[bytes]) -> _Owner | None:
-    return _parse(file.read())
+def _read(file: IO[bytes]) -> Owner | None:
+    return parse_owner(file.read())
 
 
-def _parse(text: bytes) -> _Owner | None:
+def parse_owner(text: bytes) -> Owner | None:
     """Return the owner; None for a file that a crash left empty or torn."""
     try:
-        return _Owner(**json.loads(text))
+        return Owner(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
 
-def _this_process(now: float) -> _Owner:
+def this_process(now: float) -> Owner:
+    """Return this process as an owner, with a token of its own; ``now`` is Unix time."""
     since = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-    return _Owner(
+    return Owner(
         _user(), socket.gethostname(), _space(), os.getpid(), psutil.Process().create_time(), since, uuid.uuid4().hex
     )
 
@@ -176,7 +179,8 @@ def _space() -> str:
         return ""
 
 
-def _is_stale(other: _Owner, age: float, stale_s: float, me: _Owner) -> bool:
+def is_stale(other: Owner, age: float, stale_s: float, me: Owner) -> bool:
+    """Tell whether a lock whose last sign of life is ``age`` seconds old may be taken over by ``me``."""
     if (other.host, other.space) != (me.host, me.space):
         return age > stale_s
     try:
