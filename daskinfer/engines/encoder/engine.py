@@ -19,7 +19,6 @@ import torch
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines.base import BatchEngine
-from daskinfer.engines.encoder.int8 import quantised
 from daskinfer.engines.encoder.loading import load_parts
 from daskinfer.engines.encoder.network import Network
 from daskinfer.engines.encoder.options import EncoderOptions
@@ -132,7 +131,7 @@ class EncoderEngine(BatchEngine):
         packed = self.options.packing and device.type == "cpu" and network.pack(samples)
         self._extra = {"packed": packed, "lanes": self.lanes, "longest": tokeniser.limit or 0}
         if self.options.int8_weights:
-            self._extra["int8_cosine"] = quantised(network, samples)
+            self._extra["int8_cosine"] = network.quantise(samples)
         network(samples)
         network.padded_tokens = 0
 

@@ -25,7 +25,7 @@ from transformers.activations import GELUActivation
 from daskinfer.config import ModelSpec
 from daskinfer.engines.encoder.packing import NotPackableError, installed, laid_out, layout
 from daskinfer.engines.encoder.rows import Tokens
-from daskinfer.engines.hf import context_limit, load_weights
+from daskinfer.engines.hf import Int8Linear, context_limit, load_weights
 from daskinfer.errors import ConfigError
 
 __all__ = ["Network", "load_network"]
@@ -187,6 +187,30 @@ class Network:
     def _hooked(self) -> Any:
         base = getattr(self.model, self.model.base_model_prefix)
         return base.register_forward_hook(_first_tokens(base))
+
+    # ---------------------------------------------------------------- 8 bits
+
+    def quantise(self, samples: Sequence[Tokens]) -> float:
+        """Turn the linear layers into 8 bits; return the smallest cosine with what the samples gave before.
+
+        Raises
+        ------
+        ConfigError
+            Not on a CPU in float32.
+        """
+        if self.device.type != "cpu" or self.model.dtype != torch.float32:
+            raise ConfigError("engine_options: int8_weights needs a CPU and dtype float32")
+        before = self(samples)
+        _replace(self.model)
+        return float(torch.cosine_similarity(before, self(samples), dim=1).min())
+
+
+def _replace(module: Any) -> None:
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear:  # an exact type: a subclass may compute something else
+            setattr(module, name, Int8Linear(child.weight.detach().float(), child.bias))
+        else:
+            _replace(child)
 
 
 class _InPlaceGelu(nn.Module):

@@ -13,6 +13,7 @@ Runs on: worker.
 """
 
 from daskinfer.engines.hf.answers import NOT_A_NUMBER, Answer
+from daskinfer.engines.hf.int8 import Int8Linear
 from daskinfer.engines.hf.loading import (
     LanguageModel,
     load_language_model,
@@ -32,6 +33,7 @@ from daskinfer.engines.hf.special import SpecialTokens, context_limit, special_t
 __all__ = [
     "NOT_A_NUMBER",
     "Answer",
+    "Int8Linear",
     "LanguageModel",
     "Prompt",
     "PromptEncoder",

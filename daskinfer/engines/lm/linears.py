@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from daskinfer.engines.hf import LanguageModel
-from daskinfer.engines.lm.int8 import Int8Linear
+from daskinfer.engines.hf import Int8Linear, LanguageModel
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.errors import ConfigError
 

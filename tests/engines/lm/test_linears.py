@@ -11,8 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from daskinfer.config import ModelSpec
-from daskinfer.engines.hf import load_language_model
-from daskinfer.engines.lm.int8 import Int8Linear
+from daskinfer.engines.hf import Int8Linear, load_language_model
 from daskinfer.engines.lm.linears import PackedLinear, pack_linears
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.errors import ConfigError
