@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from daskinfer.errors import OutputError
+from daskinfer.storage.encodings import encodings
 from daskinfer.storage.fileops import FileOps
 from daskinfer.storage.intervals import Intervals
 from daskinfer.storage.singlefile import COMPRESSION
@@ -74,7 +75,7 @@ def write_table(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ro
         text = json.dumps([list(pair) for pair in rows])
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ROWS_KEY: text.encode()})
     with ops.writing(target, temporary) as file:
-        pq.write_table(table, file, compression=COMPRESSION, write_page_checksum=True)
+        pq.write_table(table, file, compression=COMPRESSION, write_page_checksum=True, **encodings(table.schema))
 
 
 def write_part(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ids: Any) -> None:
@@ -86,7 +87,9 @@ def write_part(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ids
     with (
         ops.writing(target, temporary) as file,
         # a part is read once, soon: quick to write rather than small
-        pq.ParquetWriter(file, table.schema, compression="snappy", write_page_checksum=True) as writer,
+        pq.ParquetWriter(
+            file, table.schema, compression="snappy", write_page_checksum=True, **encodings(table.schema)
+        ) as writer,
     ):
         writer.write_table(table)
         text = f":{bounds[0]},{kind},{zlib.crc32(data)},{base64.b64encode(data).decode()};"

@@ -226,9 +226,13 @@ def _suits(kind: pa.DataType, value: Any) -> bool:
     return True
 
 
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+
 def _vectors(kind: pa.DataType, outputs: list[Any]) -> pa.Array | None:
-    """Return float vectors of one length without a Python object per number; None when they are something else."""
-    if not pa.types.is_fixed_size_list(kind) or not pa.types.is_floating(kind.value_type):
+    """Return vectors of one length without a Python object per number; None when they are something else."""
+    if not pa.types.is_fixed_size_list(kind) or not _is_number(kind.value_type):
         return None
     import numpy as np
 

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from daskinfer.errors import OutputError, SourceError
 from daskinfer.storage.delimited import Delimited
+from daskinfer.storage.encodings import encodings
 from daskinfer.storage.kinds import is_json, json_field
 from daskinfer.storage.outputs import OutputColumns
 from daskinfer.storage.values import as_json, as_text
@@ -44,7 +45,7 @@ def write_single(kind: str, file: IO[bytes], tables: Iterable[pa.Table], schema:
     schema : pyarrow.Schema
     """
     if kind == "parquet":
-        with pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
+        with pq.ParquetWriter(file, schema, compression=COMPRESSION, **encodings(schema)) as writer:
             for table in tables:
                 writer.write_table(table.cast(schema))
         return

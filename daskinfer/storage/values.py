@@ -54,7 +54,10 @@ def _texts(column: pa.ChunkedArray, field: pa.Field) -> tuple[Sequence[str | Non
 
 
 def _is_vector(kind: pa.DataType) -> bool:
-    return bool(_is_list(kind) and pa.types.is_floating(kind.value_type))
+    """Whether values are lists of numbers, which are written without a Python object per number."""
+    if not _is_list(kind):
+        return False
+    return bool(pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -90,7 +93,9 @@ def _vectors(column: pa.ChunkedArray) -> list[str | None]:
     found: list[str | None] = []
     for chunk in column.chunks:
         lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_pylist()
-        numbers = [number or "null" for number in _numbers(pa.chunked_array([chunk.flatten()]))]
+        flat = pa.chunked_array([chunk.flatten()])
+        texts = _numbers(flat) if pa.types.is_floating(flat.type) else _cast(flat)
+        numbers = [number or "null" for number in texts]
         start = 0
         for length, is_null in zip(lengths, pc.is_null(chunk).to_pylist(), strict=True):
             found.append(None if is_null else f"[{', '.join(numbers[start : start + length])}]")
