@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from daskinfer.config import HealthPolicy, replaced
+from daskinfer.config import TASKS, HealthPolicy, replaced
 from daskinfer.errors import ConfigError, DaskinferError, JobInterruptedError
 from daskinfer.records import SamplingParams
 from daskinfer.version import __version__
@@ -49,15 +49,25 @@ model_options = _options(
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda:0."),
     click.option("--trust-remote-code", is_flag=True, help="Let the model's own Python code run on the workers."),
-    click.option("--engine", default="auto", show_default=True, help="auto, transformers, echo, or pkg.mod:Class."),
+    click.option(
+        "--task",
+        type=click.Choice(["auto", *TASKS]),
+        default="auto",
+        show_default=True,
+        help="auto: what the model was made for, as its files say.",
+    ),
+    click.option("--engine", default="auto", show_default=True, help="auto, the name of one, or pkg.mod:Class."),
     click.option("--engine-options", metavar="JSON", help="The engine's own options, as a JSON object."),
 )
 prompt_options = _options(
     click.option("--prompt", help="Template over the input's columns, such as 'Summarise: {text}'."),
-    click.option("--column", help="The column that holds the prompts."),
+    click.option(
+        "--column", multiple=True, help="The column that holds the prompts or texts; for pairs of texts given twice."
+    ),
     click.option("--messages", help="The column that holds chat messages."),
     click.option("--system", help="System message for texts."),
     click.option("--raw", is_flag=True, help="Give text to the model as it is, without its chat template."),
+    click.option("--labels", metavar="A,B,…", help="classify: labels of your own (zero-shot), comma-separated."),
 )
 sampling_options = _options(
     click.option("--max-new-tokens", type=int, default=DEFAULTS.max_new_tokens, show_default=True),
@@ -111,6 +121,9 @@ def cli() -> None:
 def run(source: str, sink: str, **options: Any) -> None:
     """Send the rows of IN through a model and write them, with its answers, to OUT.
 
+    The answers are texts, vectors (--task embed), labels (classify) or scores of pairs (score). How vectors are made is for
+    --engine-options, such as '{"pooling": "mean", "normalize": true, "dims": 128, "precision": "float16"}'.
+
     IN is a .jsonl, .parquet or .csv file, a folder of them, or a pattern. OUT is a folder of Parquet files, or one .jsonl,
     .parquet or .csv file.
     """
@@ -161,8 +174,9 @@ def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
 
     driver = Driver(
         options["model"],
+        task=options["task"],
         engine=options["engine"],
-        engine_options=_json_object("--engine-options", options["engine_options"]),
+        engine_options=_engine_options(options),
         params=_sampling(options),
         cluster=options["scheduler"],
         workers=options["workers"],
@@ -175,8 +189,8 @@ def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
             return driver.run(
                 source,
                 sink,
-                columns=options["column"],
-                keep=None if keep is None else [name.strip() for name in keep.split(",") if name.strip()],
+                columns=options["column"] or None,
+                keep=None if keep is None else _listed(keep),
                 observers=[progress],
                 **{name: options[name] for name in RUN_OPTIONS},
             )
@@ -213,6 +227,16 @@ RUN_OPTIONS = (
 def _sampling(options: dict[str, Any]) -> SamplingParams:
     names = ("max_new_tokens", "temperature", "top_p", "seed", "stop", "truncate")
     return SamplingParams(**{name: options[name] for name in names if name in options})
+
+
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    found = _json_object("--engine-options", options["engine_options"])
+    return found if options["labels"] is None else {**found, "labels": _listed(options["labels"])}
+
+
+def _listed(text: str) -> list[str]:
+    """Return the names in a comma-separated list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _json_object(option: str, text: str | None) -> dict[str, Any]:
