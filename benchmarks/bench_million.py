@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import psutil
 from _common import RssSampler, arguments, machine_line, write_result
 
 MARK = 50_000
-ECHO = {"capacity": 2048}
+ECHO: dict[str, Any] = {"capacity": 2048}
+Check = Callable[[Path, int], int]
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -32,7 +34,7 @@ def write_input(path: Path, rows: int) -> None:
             file.write(json.dumps({"id": f"{row:07}", "text": f"short row number {row}"}) + "\n")
 
 
-def run(source: str, out: str, scheduler: str | None, workers: int, answers: Any) -> None:
+def run(source: str, out: str, scheduler: str | None, workers: int, echo: dict[str, Any], answers: Any) -> None:
     """Run in this process and send the figures back."""
     from daskinfer import Driver
     from daskinfer.records import Event, RowsResolved
@@ -51,7 +53,7 @@ def run(source: str, out: str, scheduler: str | None, workers: int, answers: Any
                 sampler.__enter__()
 
     driver = Driver(
-        "echo", engine="echo", engine_options=ECHO, cluster=scheduler, workers=None if scheduler else workers
+        "echo", engine="echo", engine_options=echo, cluster=scheduler, workers=None if scheduler else workers
     )
     with driver:
         driver.wait_until_ready()
@@ -109,15 +111,17 @@ def separately(workers: int, folder: Path) -> tuple[str, list[subprocess.Popen[b
     return str(file), started
 
 
-def measured(source: Path, rows: int, workers: int, *, separate: bool) -> dict[str, Any]:
-    """Run once in a fresh process."""
+def measured(
+    source: Path, rows: int, workers: int, *, separate: bool, echo: dict[str, Any] = ECHO, check: Check = check
+) -> dict[str, Any]:
+    """Run once in a fresh process, with these options of the echo engine, and check the output."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         scheduler, processes = separately(workers, Path(folder)) if separate else (None, [])
         try:
             answers = context.Queue()
-            process = context.Process(target=run, args=(str(source), str(out), scheduler, workers, answers))
+            process = context.Process(target=run, args=(str(source), str(out), scheduler, workers, echo, answers))
             process.start()
             figures: dict[str, Any] = answers.get(timeout=3600)
             process.join()
