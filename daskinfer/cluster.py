@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ def local_cluster(workers: int | None = None, *, dashboard_address: str = ":8787
     if count < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
     cores = max(1, (psutil.cpu_count() or 1) // count)
+    import_module("daskinfer.dashboard.preload")  # adds the pages, which has to come before the scheduler
     with _worker_settings(), warnings.catch_warnings():
         # Between the look for a free port and its use another process may take it; Dask takes another one then, and warns.
         warnings.filterwarnings("ignore", message="Port", category=UserWarning)

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from daskinfer.metrics import Metrics, Snapshot
 from daskinfer.records import Event, Noted, RunEnded, RunStarted
+from daskinfer.wording import details, one_line, rows_text, status, summary
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-__all__ = ["NotebookProgress", "PlainProgress", "Progress", "QuietProgress", "TerminalProgress", "duration", "watcher"]
+__all__ = ["NotebookProgress", "PlainProgress", "Progress", "QuietProgress", "TerminalProgress", "watcher"]
 
 _MAX_STATUS = 40
 _MAX_NOTES = 12
-_MAX_TEXT = 400
 _REFRESH_S = 0.2
 _BAR = 12
 _NOTEBOOK_REFRESH_S = 0.5
@@ -218,7 +218,7 @@ def live_line(snapshot: Snapshot) -> RenderableType:
     text = Text(rows_text(snapshot))
     if snapshot.failed:
         text.append(f", {snapshot.failed:,} failed", style="bold red")
-    for part in _details(snapshot):
+    for part in details(snapshot):
         text.append(f", {part}")
     finished = snapshot.skipped + snapshot.done
     row = Table.grid(padding=(0, 1))
@@ -288,70 +288,3 @@ def _in_notebook() -> bool:
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
-
-
-# ---------------------------------------------------------------- text
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for people: "4.2 s", "38 s", "4 min 10 s", "2 h 5 min", "3 d 4 h"."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, smaller, size, part in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60), ("min", "s", 60, 1)):
-        if whole >= size:
-            rest = whole % size // part
-            return f"{whole // size} {unit} {rest} {smaller}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
-
-
-def time_left(eta_s: tuple[float, float]) -> str:
-    """Return an interval for people: "40-60 s left", "3-5 min left"."""
-    units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-    unit, size = next((unit, size) for unit, size in units if eta_s[1] >= 2 * size or size == 1)
-    first, last = (f"{seconds / size:.0f}" for seconds in eta_s)
-    return f"{first}-{last} {unit} left" if first != last else f"about {last} {unit} left"
-
-
-def rows_text(snapshot: Snapshot) -> str:
-    """Return "1,200/10,000 rows"; rows of earlier runs count as done."""
-    finished = snapshot.skipped + snapshot.done
-    return f"{finished:,} rows" if snapshot.total is None else f"{finished:,}/{snapshot.total:,} rows"
-
-
-def status(snapshot: Snapshot) -> str:
-    """Return one line about a run that goes on; plain ASCII."""
-    failed = f"{snapshot.failed:,} failed"
-    return ", ".join([rows_text(snapshot), failed, *_details(snapshot)])
-
-
-def _details(snapshot: Snapshot) -> list[str]:
-    """Return the other figures, those that a person looks for first in front."""
-    rates = snapshot.recent if snapshot.recent and snapshot.recent.rows_per_s else snapshot.average
-    parts = []
-    if snapshot.state not in ("waiting", "running"):
-        parts.append(f"{snapshot.state} in {duration(snapshot.elapsed_s)}")
-    elif snapshot.eta_s and snapshot.remaining:
-        parts.append(time_left(snapshot.eta_s))
-    if rates and (rates.prompt_tokens_per_s or rates.completion_tokens_per_s):
-        parts.append(f"{rates.prompt_tokens_per_s:,.0f} tokens/s in, {rates.completion_tokens_per_s:,.0f} out")
-    elif rates:
-        parts.append(f"{rates.rows_per_s:,.1f} rows/s")
-    parts.append(f"{snapshot.worker_states.get('ready', 0)}/{len(snapshot.workers)} workers ready")
-    return parts
-
-
-def summary(snapshot: Snapshot) -> str:
-    """Return one line about a run that has ended; plain ASCII, except for the kinds of failures."""
-    kinds = ", ".join(f"{failure.rows:,} {failure.kind}" for failure in snapshot.failures[:5])
-    failed = f"{snapshot.failed:,} failed" + (f" ({kinds})" if kinds else "")
-    parts = [f"{snapshot.completed:,} rows completed", failed]
-    if snapshot.skipped:
-        parts.append(f"{snapshot.skipped:,} done before")
-    return f"{snapshot.state} in {duration(snapshot.elapsed_s)}: {', '.join(parts)}"
-
-
-def one_line(message: str) -> str:
-    """Return a message as one line of bounded length."""
-    text = " ".join(message.split())
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."

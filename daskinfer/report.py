@@ -12,14 +12,13 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from daskinfer.progress import duration, one_line
 from daskinfer.records import Usage
 from daskinfer.snapshot import FailureCount, Snapshot, to_json
+from daskinfer.wording import duration, one_line, row_name
 
-__all__ = ["RunReport", "installed_versions", "report_from", "row_name"]
+__all__ = ["RunReport", "installed_versions", "report_from"]
 
 _PACKAGES = ("daskinfer", "dask", "distributed", "torch", "transformers", "pyarrow")
-_FILE_BITS = 40
 _SHOWN_KINDS = 10
 
 
@@ -187,12 +186,6 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def row_name(row: int) -> str:
-    """Return what people call a row id: "row 17", or "row 17 of file 2"; both count from 0, as the ids do."""
-    file, position = row >> _FILE_BITS, row & ((1 << _FILE_BITS) - 1)
-    return f"row {position}" if not file else f"row {position} of file {file}"
 
 
 def _table(figures: list[tuple[str, str]]) -> list[str]:

@@ -19,6 +19,9 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import WorkerState
 
+from daskinfer.dashboard import Board
+from daskinfer.dashboard.serving import serve, show
+
 __all__ = ["DaskinferScheduler", "Leases", "keep_few_messages"]
 
 logger = logging.getLogger("daskinfer.scheduler")
@@ -85,6 +88,8 @@ class DaskinferScheduler(SchedulerPlugin):
 
     def __init__(self) -> None:
         self.leases = Leases()
+        self.board = Board()
+        self._page = ""
         self._scheduler: Scheduler | None = None
         self._first_seen: dict[str, float] = {}
         self._ready: dict[str, set[str]] = {}
@@ -103,6 +108,7 @@ class DaskinferScheduler(SchedulerPlugin):
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self._expiry = asyncio.create_task(self._expire())
+        self._page = serve(scheduler)
 
     async def before_close(self) -> None:
         """Stop watching leases."""
@@ -150,8 +156,18 @@ class DaskinferScheduler(SchedulerPlugin):
             scheduler.resources.get(f"{NAME}-{key}", {}).pop(worker, None)
             self._ready.get(key, set()).discard(worker)
 
-    async def status(self, key: str, lease: str, grace_s: float) -> dict[str, Any]:
+    async def status(
+        self, key: str, lease: str, grace_s: float, told: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Renew a driver's lease and return what is known.
+
+        Parameters
+        ----------
+        key, lease : str
+        grace_s : float
+            Seconds until the lease runs out.
+        told : dict or None
+            Of the driver's jobs, for the page: see :class:`~daskinfer.driver.telling.Telling`.
 
         Returns
         -------
@@ -160,6 +176,8 @@ class DaskinferScheduler(SchedulerPlugin):
         workers : list of dict
             ``address, state, slots, capacity, error, status, metrics``; state is one of ``starting, loading,
             ready, restarting, failed, excluded``.
+        page : str
+            What a person should know of the page on the dashboard, or "".
         """
         scheduler = self._scheduler
         assert scheduler is not None
@@ -168,10 +186,13 @@ class DaskinferScheduler(SchedulerPlugin):
         self._leased_since.setdefault(key, now)
         self._deploy_missing(key, now)
         deployed = f"{NAME}-{key}" in scheduler.worker_plugins
-        return {"deployed": deployed, "workers": [self._view(key, worker) for worker in scheduler.workers.values()]}
+        workers = [self._view(key, worker) for worker in scheduler.workers.values()]
+        show(self.board, key, told, workers, scheduler)
+        return {"deployed": deployed, "workers": workers, "page": self._page}
 
-    async def release(self, key: str, lease: str) -> bool:
+    async def release(self, key: str, lease: str, told: dict[str, Any] | None = None) -> bool:
         """Give a lease back; return whether the model was unloaded."""
+        show(self.board, key, told)
         if self.leases.release(key, lease):
             await self._unload(key)
             return True
@@ -254,6 +275,7 @@ class DaskinferScheduler(SchedulerPlugin):
         assert scheduler is not None
         self._ready.pop(key, None)
         self._leased_since.pop(key, None)
+        self.board.unloaded(key)
         name = f"{NAME}-{key}"
         if scheduler.worker_plugins.pop(name, None) is not None:
             await scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, on_error="ignore")

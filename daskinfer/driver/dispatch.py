@@ -20,6 +20,7 @@ from daskinfer.batching import Fleet
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
 from daskinfer.driver.sharing import share_slots
 from daskinfer.driver.stream import Stream
+from daskinfer.driver.telling import Telling
 from daskinfer.errors import (
     ClusterError,
     DaskinferError,
@@ -74,6 +75,7 @@ class Dispatcher:
         self.health = health
         self.expected = expected
         self.views: tuple[WorkerView, ...] = ()
+        self.telling = Telling(spec)
         self._requires = requires
         self._lease = uuid.uuid4().hex
         self._streams: list[Stream] = []
@@ -115,7 +117,7 @@ class Dispatcher:
 
     async def _release(self) -> None:
         scheduler: Any = self.client.scheduler
-        await scheduler.daskinfer_release(key=self.spec.key, lease=self._lease)
+        await scheduler.daskinfer_release(key=self.spec.key, lease=self._lease, told=self.telling.pending())
 
     async def ready(self, timeout_s: float | None) -> tuple[WorkerView, ...]:
         """Wait until a worker is ready and return the views; raises what a stream would raise."""
@@ -205,9 +207,14 @@ class Dispatcher:
 
     async def _poll(self) -> None:
         scheduler: Any = self.client.scheduler
+        told = self.telling.pending()
         status: dict[str, Any] = await scheduler.daskinfer_status(
-            key=self.spec.key, lease=self._lease, grace_s=self.health.lease_grace_s
+            key=self.spec.key, lease=self._lease, grace_s=self.health.lease_grace_s, told=told
         )
+        self.telling.sent(told)
+        if status["page"] and status["page"] not in self._noted and self._streams:
+            self._noted.add(status["page"])
+            self._publish(Noted(time.monotonic(), status["page"]))
         rows: Sequence[dict[str, Any]] = status["workers"]
         if self._deployed and not status["deployed"]:
             logger.warning("the lease on %s had run out: deploying it again", self.spec.model)

@@ -160,7 +160,9 @@ class Job:
     def _work(self, stream: Stream, prompts: Iterator[Any], make: Callable[[int, Any], Request]) -> None:
         state, error = "done", None
         try:
-            for result in answers(self._driver, prompts, make, ordered=True, priority=self.priority, stream=stream):
+            for result in answers(
+                self._driver, prompts, make, ordered=True, priority=self.priority, stream=stream, name=self.name
+            ):
                 with self._changed:
                     if self._state != "running":
                         return

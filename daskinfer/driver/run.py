@@ -19,9 +19,10 @@ from daskinfer.checkpoint import Checkpoint
 from daskinfer.driver.hooks import Postprocess, Preprocess, digest, finished, preprocessor, row_params
 from daskinfer.driver.interrupts import Interrupt, interrupts
 from daskinfer.driver.stream import Stream, Turn
+from daskinfer.driver.telling import name_of
 from daskinfer.engines import engine_class
 from daskinfer.errors import ConfigError, JobInterruptedError, OutputError, describe
-from daskinfer.metrics import Metrics, StopRule
+from daskinfer.metrics import StopRule
 from daskinfer.prompts import Problem, Prompter, prompter
 from daskinfer.records import (
     Event,
@@ -144,7 +145,8 @@ class _Run:
         self._checkpoint = checkpoint
         self._path = path
         self._options = options
-        self._metrics = Metrics()
+        self._tell = driver.events(name_of(path), "run", options.observers)
+        self._metrics = self._tell.metrics
         self._rule = StopRule(options.max_failures)
         drawn = checkpoint.record.get("seed") if options.params.seed is None else options.params.seed
         self._params = with_seed(options.params.updated(seed=drawn))

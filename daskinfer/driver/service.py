@@ -6,7 +6,7 @@ Runs on: client.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,8 +17,9 @@ from daskinfer.driver.jobs import Job
 from daskinfer.driver.placement import placed
 from daskinfer.driver.stream import Stream, Turn
 from daskinfer.driver.tasks import Tasks, read_task
+from daskinfer.driver.telling import JobEvents
 from daskinfer.errors import NotRunningError
-from daskinfer.records import Request, SamplingParams, WorkerView
+from daskinfer.records import Event, Request, SamplingParams, WorkerView
 
 if TYPE_CHECKING:
     from daskinfer.driver.manager import WorkerManager
@@ -228,6 +229,15 @@ class Service(ABC):
         return WorkerManager(self)
 
     # ---------------------------------------------------------------- for run(), the accessors and the command line
+
+    def events(self, name: str, kind: str, observers: Sequence[Callable[[Event], None]] = ()) -> JobEvents:
+        """Return the event stream of a new job; the scheduler's page is told of it once the driver has been started."""
+
+        def tell(job: str, told: dict[str, Any]) -> None:
+            if self._dispatcher is not None:
+                self._dispatcher.telling.tell(job, told)
+
+        return JobEvents(name, kind, tell, observers)
 
     def open_stream(self, *, ordered: bool, seed: int) -> Stream:
         """Begin a stream, starting the driver when that has not been done."""

@@ -23,11 +23,6 @@ from daskinfer.progress import (
     PlainProgress,
     QuietProgress,
     TerminalProgress,
-    duration,
-    one_line,
-    status,
-    summary,
-    time_left,
     watcher,
 )
 from daskinfer.rates import Rates
@@ -46,6 +41,7 @@ from daskinfer.records import (
     WorkersSeen,
     WorkerView,
 )
+from daskinfer.wording import duration, one_line, status, summary, time_left
 
 FINAL = "7,000 rows completed, 1,000 failed (1,000 too_long)"
 

@@ -16,7 +16,8 @@ from daskinfer.records import (
     RunStarted,
     Usage,
 )
-from daskinfer.report import RunReport, installed_versions, report_from, row_name
+from daskinfer.report import RunReport, installed_versions, report_from
+from daskinfer.wording import row_name
 
 
 def report_of(*events: Event, path: str | None = "answers/", resumed: bool = False) -> RunReport:
