@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from daskinfer.errors import (
@@ -97,14 +98,44 @@ def failed_with(row: int, error: BaseException) -> Failed:
     return Failed(row, FailureKind.ERROR, describe(error))
 
 
+@dataclass(slots=True)
+class _Budget:
+    """How large a call with rows of one length class may be since memory ran out there.
+
+    It grows back by a sixteenth with each call that made use of it, but past what did not fit only after ``patience`` such
+    calls, and that doubles whenever growing went wrong: in n calls memory runs out about log2(n) times, not again and again.
+    """
+
+    size: float
+    ceiling: float
+    patience: int = 16
+    calm: int = 0
+
+    def shrink(self, size: float) -> None:
+        """Note that a call of this size did not fit."""
+        if self.calm >= self.patience:
+            self.patience *= 2
+        self.size, self.ceiling, self.calm = size / 2, size, 0
+
+    def grow(self, size: float) -> None:
+        """Note that a call of this size did fit."""
+        if 2 * size < self.size:
+            return
+        grown = self.size * 17 / 16
+        if grown < self.ceiling or self.calm >= self.patience:
+            self.size = grown
+        else:
+            self.calm += 1
+
+
 class BatchEngine(ABC):
     """Implements ``add`` and ``step`` for a model that is one call per batch.
 
     The author writes ``load(self)`` and ``infer(self, requests)``. Rows wait here; each step takes the row that has
     waited longest together with those nearest to it in length, as many as fit the budget, so that padding is small and
     nobody starves. When ``infer`` runs out of memory the budget for that length class is halved and remembered, and
-    grows back slowly; a row that does not fit alone fails. When ``infer`` raises anything else the rows are halved until
-    the one at fault is alone.
+    grows back slowly; a row that twice does not fit alone fails. When ``infer`` raises anything else the rows are halved
+    until the one at fault is alone.
 
     Parameters
     ----------
@@ -128,7 +159,8 @@ class BatchEngine(ABC):
         self.size = int(spec.options.get("max_batch_size", self.max_batch_size))
         self._waiting: dict[int, tuple[int, Request]] = {}
         self._refused: list[Result] = []
-        self._budgets: dict[int, float] = {}
+        self._budgets: dict[int, _Budget] = {}
+        self._too_large: set[int] = set()
         self._counts: dict[str, int] = dict.fromkeys(
             (
                 "steps",
@@ -199,6 +231,7 @@ class BatchEngine(ABC):
         """Forget rows that have not run yet."""
         for row in ids:
             self._waiting.pop(row, None)
+            self._too_large.discard(row)
         if self._refused:
             forgotten = set(ids)
             self._refused = [result for result in self._refused if result.id not in forgotten]
@@ -249,26 +282,33 @@ class BatchEngine(ABC):
         return order[first : last + 1]
 
     def _budget(self, longest: int) -> float:
-        return min((b for c, b in self._budgets.items() if c <= longest.bit_length()), default=float(self.size))
+        sizes = (budget.size for kind, budget in self._budgets.items() if kind <= longest.bit_length())
+        return min(sizes, default=float(self.size))
 
     def _run(self, requests: list[Request], longest: int) -> list[Result]:
         error, outputs = self._attempt(requests)
         if error is None:
             for request in requests:
                 self._waiting.pop(request.id, None)
-            self._grow(longest)
+                self._too_large.discard(request.id)
+            self._grow(len(requests) * longest, longest.bit_length())
             return [self._result(request, output) for request, output in zip(requests, outputs, strict=True)]
         if isinstance(error, OutOfMemoryError):
             self._counts["out_of_memory"] += 1
             self.release_memory()
             if len(requests) > 1:
-                self._budgets[longest.bit_length()] = len(requests) * longest / 2
+                size = float(len(requests) * longest)
+                self._budgets.setdefault(longest.bit_length(), _Budget(size, size)).shrink(size)
                 return []  # they stay in the waiting list and are chosen again under the smaller budget
+            if requests[0].id not in self._too_large:
+                self._too_large.add(requests[0].id)
+                return []  # what others have left behind is released by now
         elif len(requests) > 1 and not isinstance(error, TransientError):
             middle = len(requests) // 2
             return self._run(requests[:middle], longest) + self._run(requests[middle:], longest)
         for request in requests:
             self._waiting.pop(request.id, None)
+            self._too_large.discard(request.id)
         return [failed_with(request.id, error) for request in requests]
 
     def _attempt(self, requests: list[Request]) -> tuple[BaseException | None, Sequence[Any]]:
@@ -288,10 +328,12 @@ class BatchEngine(ABC):
             return RowError(message, FailureKind.ERROR), ()
         return None, outputs
 
-    def _grow(self, longest: int) -> None:
-        budget = self._budgets.pop(longest.bit_length(), None)
-        if budget is not None and budget * 17 / 16 < self.size:
-            self._budgets[longest.bit_length()] = budget * 17 / 16
+    def _grow(self, size: int, kind: int) -> None:
+        budget = self._budgets.get(kind)
+        if budget is not None:
+            budget.grow(size)
+            if budget.size >= self.size:
+                del self._budgets[kind]
 
     def _result(self, request: Request, output: Any) -> Result:
         if isinstance(output, BaseException):

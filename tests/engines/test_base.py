@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import random
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -280,6 +282,38 @@ def test_c52_the_budget_grows_back() -> None:
     sized.add(rows([1] * 8, first=200))  # another length: its budget was never touched
     drain(sized)
     assert max(len(call) for call in sized.calls if call[0] < 200) == 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(limit=st.integers(100, 3_000), seed=st.integers(0, 1 << 16), calls=st.sampled_from([40, 200]))
+def test_c52_there_is_no_storm_of_out_of_memory(limit: int, seed: int, calls: int) -> None:
+    """Memory runs out about log2 of the calls times per length class, not once in so many calls for ever."""
+    rng = random.Random(seed)
+    engine = Scripted(limit=limit, max_batch_rows=32, max_batch_size=4_000)
+    n = 0
+    while len(engine.calls) < calls:
+        more = rows([rng.choice([7, 60]) for _ in range(64)], first=n)
+        n += len(more)
+        engine.add(more)
+        results = drain(engine)
+        assert failures(results) == {}
+    per_class = math.log2(4_000 / 100) + math.log2(len(engine.calls) / 16 + 1) + 2
+    assert engine.stats().extra.get("out_of_memory", 0) <= 2 * per_class
+
+
+def test_a_row_alone_is_tried_once_more_after_memory_was_released() -> None:
+    engine = Scripted(limit=50)
+    engine.add(rows([100]))
+    assert engine.step() == []
+    engine.limit = 1_000  # what another row had left behind is gone
+    assert failures(engine.step()) == {}
+    engine.limit = 50
+    engine.add(rows([100], first=5))
+    assert engine.step() == []
+    engine.abort([5])
+    engine.add(rows([100], first=5))
+    assert engine.step() == []
+    assert failures(engine.step()) == {5: FailureKind.OUT_OF_MEMORY}
 
 
 def test_out_of_memory_inside_a_halved_batch_keeps_the_rows() -> None:
