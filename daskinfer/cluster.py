@@ -9,22 +9,25 @@ Runs on: client.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dask
 import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
+from distributed.deploy.spec import SpecCluster
 
 from daskinfer.errors import ClusterError, ConfigError, describe
 from daskinfer.mainguard import check_main_guard
@@ -39,6 +42,7 @@ __all__ = [
 logger = logging.getLogger("daskinfer.cluster")
 
 IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+CLOSE_S = 10.0
 FAILED = (Status.failed, Status.closed, Status.closing)
 
 
@@ -62,6 +66,25 @@ class Connection:
     owns_client: bool
     owns_cluster: bool
     expected: int = 0
+
+    async def replace(self, names: Sequence[str]) -> list[str]:
+        """Have the cluster start workers in place of lost ones; return those that it did so for.
+
+        Only a cluster object that lists its workers needs that: others see to it themselves, and a scheduler's address
+        cannot.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Names of workers that were lost and did not come back. Those that the cluster is not to have any more are left.
+        """
+        cluster = self.cluster
+        if not isinstance(cluster, SpecCluster) or cluster.status is not Status.running:
+            return []
+        loop = cast("asyncio.AbstractEventLoop", cast("Any", cluster.loop).asyncio_loop)
+        if loop is asyncio.get_running_loop():
+            return await _replaced(cluster, names)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_replaced(cluster, names), loop))
 
     def close(self) -> None:
         """Close what is ours."""
@@ -237,6 +260,20 @@ async def _scaled(cluster: _Local, n: int) -> None:
             spec.pop(name, None)
             del cluster.workers[name]
         raise ClusterError(f"{len(failed)} of {n} workers could not start: {_first_cause(error)}") from error
+
+
+async def _replaced(cluster: SpecCluster, names: Sequence[str]) -> list[str]:
+    spec: dict[Any, Any] = cluster.worker_spec
+    lost = [name for name, one in spec.items() if str(name) in names and not one.get("group")]
+    for name in lost:
+        remains = cluster.workers.pop(name, None)
+        if remains is not None:  # a nanny that no longer answers, perhaps
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(remains.close(), CLOSE_S)
+    if lost:
+        with _worker_settings() if isinstance(cluster, _Local) else contextlib.nullcontext():
+            await cluster._correct_state()  # noqa: SLF001
+    return [str(name) for name in lost]
 
 
 def _first_cause(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""The scheduler's side: which workers are ready, and which drivers still want which model.
+"""The scheduler's side: which workers are ready and well, and which drivers still want which model.
 
 A driver's poll renews its lease. A model is unloaded when its last lease is released, or when its driver has not been
-heard of for a grace period.
+heard of for a grace period. While a model is leased its workers are looked after: :mod:`daskinfer.health`.
 
 Runs on: scheduler.
 """
@@ -19,8 +19,11 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import WorkerState
 
+from daskinfer.config import HealthPolicy
 from daskinfer.dashboard import Board
+from daskinfer.dashboard.prometheus import expose, of_board, withdraw
 from daskinfer.dashboard.serving import serve, show
+from daskinfer.health import Watch
 
 __all__ = ["DaskinferScheduler", "Leases", "keep_few_messages"]
 
@@ -29,6 +32,8 @@ logger = logging.getLogger("daskinfer.scheduler")
 METRIC = "daskinfer"
 NAME = "daskinfer"
 REDEPLOY_S = 15.0
+LOOK_S = 0.25
+"""Longest time between two looks whether something is due."""
 MESSAGES_KEPT = 8
 
 
@@ -90,12 +95,15 @@ class DaskinferScheduler(SchedulerPlugin):
         self.leases = Leases()
         self.board = Board()
         self._page = ""
+        self.watch = Watch()
         self._scheduler: Scheduler | None = None
         self._first_seen: dict[str, float] = {}
         self._ready: dict[str, set[str]] = {}
         self._leased_since: dict[str, float] = {}
         self._redeploying: dict[str, asyncio.Task[Any]] = {}
         self._expiry: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._names: dict[str, str] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the RPC handlers."""
@@ -108,22 +116,29 @@ class DaskinferScheduler(SchedulerPlugin):
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self._expiry = asyncio.create_task(self._expire())
+        self._looking = asyncio.create_task(self._look())
         self._page = serve(scheduler)
+        expose(scheduler.address, of_board(self.board))
 
     async def before_close(self) -> None:
-        """Stop watching leases."""
-        for task in (self._expiry, *self._redeploying.values()):
+        """Stop watching leases and workers."""
+        withdraw(self._scheduler.address if self._scheduler is not None else "")
+        self.watch.close()
+        for task in (self._expiry, self._looking, *self._redeploying.values()):
             if task is not None:
                 task.cancel()
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note when a worker came."""
         self._first_seen[worker] = monotonic()
+        self._names[worker] = str(scheduler.workers[worker].name)
+        self.watch.came(self._names[worker])
         keep_few_messages(scheduler.stream_comms.get(worker))
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str = "", **kwargs: Any) -> None:
         """Forget a worker."""
         self._first_seen.pop(worker, None)
+        self.watch.went(worker, self._names.pop(worker, worker), stimulus_id, monotonic())
         for ready in self._ready.values():
             ready.discard(worker)
 
@@ -157,7 +172,7 @@ class DaskinferScheduler(SchedulerPlugin):
             self._ready.get(key, set()).discard(worker)
 
     async def status(
-        self, key: str, lease: str, grace_s: float, told: dict[str, Any] | None = None
+        self, key: str, lease: str, grace_s: float, health: dict[str, Any], told: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Renew a driver's lease and return what is known.
 
@@ -166,6 +181,8 @@ class DaskinferScheduler(SchedulerPlugin):
         key, lease : str
         grace_s : float
             Seconds until the lease runs out.
+        health : dict
+            The driver's :class:`~daskinfer.config.HealthPolicy`, by which the workers are looked after.
         told : dict or None
             Of the driver's jobs, for the page: see :class:`~daskinfer.driver.telling.Telling`.
 
@@ -176,6 +193,8 @@ class DaskinferScheduler(SchedulerPlugin):
         workers : list of dict
             ``address, state, slots, capacity, error, status, metrics``; state is one of ``starting, loading,
             ready, restarting, failed, excluded``.
+        evicted, lost, unplaced_s, heartbeat_s
+            See :meth:`Watch.told`.
         page : str
             What a person should know of the page on the dashboard, or "".
         """
@@ -184,19 +203,21 @@ class DaskinferScheduler(SchedulerPlugin):
         now = monotonic()
         self.leases.renew(key, lease, now + grace_s)
         self._leased_since.setdefault(key, now)
+        self.watch.want(key, lease, HealthPolicy(**health))
         self._deploy_missing(key, now)
-        deployed = f"{NAME}-{key}" in scheduler.worker_plugins
         workers = [self._view(key, worker) for worker in scheduler.workers.values()]
+        deployed = f"{NAME}-{key}" in scheduler.worker_plugins
         show(self.board, key, told, workers, scheduler)
-        return {"deployed": deployed, "workers": workers, "page": self._page}
+        return {"deployed": deployed, "workers": workers, "page": self._page, **self.watch.told(key, scheduler, now)}
 
     async def release(self, key: str, lease: str, told: dict[str, Any] | None = None) -> bool:
         """Give a lease back; return whether the model was unloaded."""
         show(self.board, key, told)
-        if self.leases.release(key, lease):
+        last = self.leases.release(key, lease)
+        self.watch.forget(key, self.leases.holders(key))
+        if last:
             await self._unload(key)
-            return True
-        return False
+        return last
 
     async def balance(self, key: str) -> None:
         """Place tasks that wait for this model, and let idle workers take over batches that others have not begun."""
@@ -260,10 +281,22 @@ class DaskinferScheduler(SchedulerPlugin):
             if worker.status.name == "running" and key not in worker.metrics.get(METRIC, {}):
                 yield worker
 
+    async def _look(self) -> None:
+        assert self._scheduler is not None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.watch.look(self._scheduler, self._ready, monotonic())
+            except Exception:  # nobody else would take care of the workers
+                logger.exception("the workers could not be looked at")
+
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for key in self.leases.expire(monotonic()):
+            unwanted = self.leases.expire(monotonic())
+            for key in self.watch.keys:
+                self.watch.forget(key, self.leases.holders(key))
+            for key in unwanted:
                 logger.info("no driver wants model %s any more: unloading it", key)
                 try:
                     await self._unload(key)

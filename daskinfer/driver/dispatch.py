@@ -8,16 +8,21 @@ Runs on: client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from distributed import Client
 
 from daskinfer.batching import Fleet
 from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
+from daskinfer.detection import Do, Roster, check_heartbeats, judge_run
 from daskinfer.driver.sharing import share_slots
 from daskinfer.driver.stream import Stream
 from daskinfer.driver.telling import Telling
@@ -39,8 +44,11 @@ logger = logging.getLogger("daskinfer.driver")
 
 S = TypeVar("S", bound=Stream)
 
-FAILED_GRACE_S = 3.0
-"""How long all known workers may have failed before the job does: others may just be joining."""
+LOSS_S = 5.0
+"""How long to ask why a worker was lost."""
+
+Replace = Callable[[Sequence[str]], Awaitable[Sequence[str]]]
+"""Has the cluster start workers in place of lost ones, by name; returns those that it did so for."""
 
 
 class Dispatcher:
@@ -56,9 +64,11 @@ class Dispatcher:
         Resources of the workers to deploy to.
     expected : int
         Workers that are known to be coming; 0 when unknown.
+    replace : callable or None
+        Has the cluster start others in place of lost workers; None where nobody can.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a driver was given
         self,
         client: Client,
         spec: ModelSpec,
@@ -66,7 +76,9 @@ class Dispatcher:
         retry: RetryPolicy,
         health: HealthPolicy,
         requires: dict[str, float],
+        *,
         expected: int = 0,
+        replace: Replace | None = None,
     ) -> None:
         self.client = client
         self.spec = spec
@@ -86,13 +98,18 @@ class Dispatcher:
         self._poller: asyncio.Task[None] | None = None
         self._deployed = False
         self._noted: set[str] = set()
+        self._replace = replace
+        self._replacing: asyncio.Task[None] | None = None
+        self._replaced_at: dict[str, float] = {}
+        self._evicted: dict[str, str] = {}
+        self._unplaced_s = 0.0
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
         """Register the plugins; returns before the model is loaded."""
         await self.client.register_plugin(DaskinferScheduler())
-        await self._poll()  # the lease must be there before the model
+        check_heartbeats(self.health, await self._poll())  # the lease must be there before the model
         await self._deploy()
         self._served = time.monotonic()
         self._poller = asyncio.create_task(self._poll_for_ever())
@@ -104,6 +121,8 @@ class Dispatcher:
             stream.close()
         if self._poller is not None:
             self._poller.cancel()
+        if self._replacing is not None:
+            self._replacing.cancel()
         if self.client.status == "running":
             try:
                 await asyncio.wait_for(self._release(), 10)
@@ -205,11 +224,16 @@ class Dispatcher:
             if verdict is not None:
                 self.fail(verdict)
 
-    async def _poll(self) -> None:
+    async def _poll(self) -> float:
+        """Renew the lease and take in how the workers are; return the seconds between their heartbeats."""
         scheduler: Any = self.client.scheduler
         told = self.telling.pending()
         status: dict[str, Any] = await scheduler.daskinfer_status(
-            key=self.spec.key, lease=self._lease, grace_s=self.health.lease_grace_s, told=told
+            key=self.spec.key,
+            lease=self._lease,
+            grace_s=self.health.lease_grace_s,
+            health=asdict(self.health),
+            told=told,
         )
         self.telling.sent(told)
         if status["page"] and status["page"] not in self._noted and self._streams:
@@ -236,29 +260,69 @@ class Dispatcher:
         if fleet != self._fleet:
             self._fleet = fleet
             self._share()
+        self._unplaced_s = status["unplaced_s"]
+        self._mend(status["evicted"], status["lost"], now)
+        return float(status["heartbeat_s"])
+
+    def _mend(self, evicted: dict[str, str], lost: dict[str, float], now: float) -> None:
+        """Tell of workers that the scheduler has evicted, and see that lost ones are replaced."""
+        for address, reason in evicted.items():
+            if address not in self._evicted:
+                self._publish(Noted(now, f"{address} was evicted: {reason}; its rows run elsewhere"))
+        self._evicted = evicted
+        limit = self.health.heartbeat_timeout_s
+        # A new one may wait for a machine, and is not replaced again unless it, too, was there and is lost.
+        names = [n for n, age_s in lost.items() if age_s > limit and now - age_s > self._replaced_at.get(n, -math.inf)]
+        if names and self._replace is not None and (self._replacing is None or self._replacing.done()):
+            self._replacing = asyncio.create_task(self._replaced(self._replace, names))
+
+    async def _replaced(self, replace: Replace, names: Sequence[str]) -> None:
+        try:
+            started = await replace(names)
+        except Exception as error:  # noqa: BLE001 - of a cluster class that we may not know; the run goes on without
+            logger.warning("the cluster could not replace %s: %s", ", ".join(names), describe(error))
+            return
+        self._replaced_at |= dict.fromkeys(names, time.monotonic())
+        for name in started:
+            self._publish(
+                Noted(time.monotonic(), f"worker {name} was lost and did not come back: the cluster starts another")
+            )
+
+    async def loss(self, worker: str) -> str:
+        """Return how a worker was lost, in words, as far as the scheduler knows."""
+        if worker not in self._evicted:
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(self._poll(), LOSS_S)
+        reason = self._evicted.get(worker)
+        return f"{worker} was evicted: {reason}" if reason else f"{worker} ended unexpectedly"
 
     def _verdict(self, now: float) -> DaskinferError | None:
         """Return why no worker will ever be ready, or None while one is or may be."""
-        if self._fleet.workers:
+        states = Counter(v.state for v in self.views)
+        coming = states["loading"] + states["restarting"]
+        others = states.total() - coming - states["failed"] - states["excluded"]
+        roster = Roster(
+            self._fleet.workers, states["failed"], coming, others, self.expected, now - self._served, self._unplaced_s
+        )
+        rule = judge_run(roster, self.health)
+        if rule.do is not Do.ABORT:
             return None
-        idle_s = now - self._served
         failed = {v.address: v.error for v in self.views if v.state == "failed"}
-        others = [v for v in self.views if v.state not in ("failed", "excluded")]
-        if failed and not others and (idle_s > FAILED_GRACE_S or 0 < self.expected <= len(failed)):
+        if rule.history == "all failed to load":
             return ModelLoadError(self.spec.model, failed)
-        if any(v.state in ("loading", "restarting") for v in others):
-            return None
-        if idle_s > self.health.start_timeout_s:
-            return NoWorkersError(
-                f"no worker has been able to run {self.spec.model} for {idle_s:.0f} s (start_timeout_s="
-                f"{self.health.start_timeout_s:g}): {self._states()}"
-            )
-        return None
+        seconds, what = roster.idle_s, f"no worker has been able to run {self.spec.model}"
+        if roster.ready:
+            seconds, what = roster.unplaced_s, "the scheduler has placed batches on no worker though some are ready"
+        limit = self.health.start_timeout_s
+        return NoWorkersError(f"{what} for {seconds:.0f} s (start_timeout_s={limit:g}): {self._states()}")
 
     def _states(self) -> str:
         if not self.views:
             return "the cluster has no workers; start some, or scale it"
-        return ", ".join(f"{v.address} is {v.state}" for v in self.views[:5])
+        told = ", ".join(f"{v.address} is {v.state}" for v in self.views[:5])
+        if any(v.state == "paused" for v in self.views):
+            told += "; a paused worker uses more of its memory_limit than Dask allows: raise it, or set it to 0"
+        return told
 
 
 def _view(row: dict[str, Any]) -> WorkerView:

@@ -165,7 +165,8 @@ class Driver(Service):
                 self.retry,
                 self.health,
                 self.requires,
-                self._connection.expected,
+                expected=self._connection.expected,
+                replace=self._connection.replace,
             )
             with lost_is_said("sending the model to the workers"):
                 self._sync(dispatcher.start)

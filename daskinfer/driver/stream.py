@@ -207,7 +207,7 @@ class Stream:
             report = _lost(batch, FaultKind.PREEMPTED, f"Dask cancelled the batch: {error}")
         except KilledWorker as error:
             lost = getattr(error.last_worker, "address", "")
-            report = _lost(batch, FaultKind.WORKER_LOST, f"worker {lost} was lost", worker=lost)
+            report = _lost(batch, FaultKind.WORKER_LOST, await self._dispatcher.loss(lost), worker=lost)
         except Exception as error:  # noqa: BLE001 - anything else is a bug or a broken installation
             if future.status == "error" or not isinstance(error, OSError):
                 remote = RemoteError.from_exception(error, with_traceback=False)
