@@ -204,7 +204,8 @@ class EncoderEngine(BatchEngine):
         """Return the results of a batch; one that failed is tried in parts."""
         error, outputs = outcome
         if error is None:
-            self._grow(batch.longest)
+            self._too_large.difference_update(batch.ids)
+            self._grow(len(batch.rows) * batch.longest, batch.longest.bit_length())
             results = [self._result(row, output) for row, output in zip(batch.rows, outputs, strict=True)]
             return [result for result in results if result.id not in batch.gone]
         alive = [row for row in batch.rows if row.id not in batch.gone]
