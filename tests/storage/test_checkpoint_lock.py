@@ -53,6 +53,22 @@ def test_a_lock_that_was_given_back_is_free(path: Path) -> None:
     second.release()
 
 
+def test_a_lock_that_could_not_be_deleted_keeps_nobody_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    first = lock(path, 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        first.release()
+    assert path.exists()
+    second = lock(path, 1.0)
+    with pytest.raises(OutputLockedError):
+        lock(path, 2.0)
+    second.release()
+    assert not path.exists()
+
+
 def test_the_lock_of_a_dead_process_is_taken_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import sys; from pathlib import Path; from daskinfer.checkpoint.lock import Lock; p = Path(sys.argv[1]);"
