@@ -120,6 +120,9 @@ class SamplingParams:
     token_ids : bool
         The output is a dict of ``text, input_ids, output_ids`` rather than the text alone. The output ids are those that
         the model wrote, also the one that ended the row.
+    logprobs : bool
+        The output is such a dict with ``logprobs``, a list of floats: the natural logarithm of the probability that the
+        model gave to each token it wrote, before temperature, penalties and limits.
 
     Raises
     ------
@@ -140,6 +143,7 @@ class SamplingParams:
     seed: int | None = None
     truncate: str | None = None
     token_ids: bool = False
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -165,6 +169,7 @@ class SamplingParams:
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("seed", self.seed is None or _whole(self.seed, 0), "None or a whole number ≥ 0"),
             ("token_ids", isinstance(self.token_ids, bool), "True or False"),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
             ("truncate", self.truncate in (None, "left", "right"), "None, 'left' or 'right'"),
         ):
             if not ok:

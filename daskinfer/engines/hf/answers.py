@@ -38,6 +38,8 @@ class Answer:
     ----------
     tokens : list of int
         Written so far.
+    logprobs : list of float
+        Of the tokens, where the row asked for them.
     finished : bool
     ends : frozenset of int
         Tokens that end this row.
@@ -47,6 +49,7 @@ class Answer:
         params = prompt.params
         self.prompt, self.params = prompt, params
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
         # a stop string that is a special token never shows in the text, so its id has to be looked for
         named = {special.named[stop] for stop in params.stop if stop in special.named}
         self.ends = frozenset(params.stop_token_ids) | named | (frozenset() if params.ignore_eos else special.eos)
@@ -110,8 +113,12 @@ class Answer:
         reason = self._reason if cut is None else FinishReason.STOP
         usage = Usage(len(self.prompt.input), len(self.tokens), self.prompt.truncated)
         output: Any = text[:cut]
+        if self.params.token_ids or self.params.logprobs:
+            output = {"text": output}
         if self.params.token_ids:
-            output = {"text": output, "input_ids": list(self.prompt.input), "output_ids": list(self.tokens)}
+            output |= {"input_ids": list(self.prompt.input), "output_ids": list(self.tokens)}
+        if self.params.logprobs:
+            output["logprobs"] = list(self.logprobs)
         return Completed(self.prompt.id, output, reason, usage)
 
     def _stopped(self) -> bool:

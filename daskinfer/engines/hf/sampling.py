@@ -20,7 +20,7 @@ from transformers import (
 from daskinfer.engines.hf.answers import NOT_A_NUMBER, Answer
 from daskinfer.records import SamplingParams
 
-__all__ = ["pick"]
+__all__ = ["note_logprobs", "pick"]
 
 
 def pick(logits: torch.Tensor, answers: Sequence[Answer]) -> list[int]:
@@ -52,7 +52,27 @@ def pick(logits: torch.Tensor, answers: Sequence[Answer]) -> list[int]:
     for row, broken in enumerate(torch.isnan(best).tolist()):
         if broken:
             picked[row] = NOT_A_NUMBER
+    note_logprobs(logits, picked, answers)
     return picked
+
+
+def note_logprobs(logits: torch.Tensor, picked: Sequence[int], answers: Sequence[Answer]) -> None:
+    """Give the rows that want it the log-probability of their next token, in the model's own distribution.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        Shape (rows, vocabulary), as the model gave them.
+    picked : sequence of int
+        The tokens; rows whose scores are not numbers are passed over.
+    answers : sequence of Answer
+    """
+    rows = [row for row, a in enumerate(answers) if a.params.logprobs and picked[row] != NOT_A_NUMBER]
+    if rows:
+        wanted = torch.tensor([picked[row] for row in rows], device=logits.device)[:, None]
+        found = logits[rows].float().log_softmax(dim=-1).gather(1, wanted)[:, 0].tolist()
+        for row, value in zip(rows, found, strict=True):
+            answers[row].logprobs.append(value)
 
 
 def _restricted(scores: torch.Tensor, answers: Sequence[Answer]) -> torch.Tensor:

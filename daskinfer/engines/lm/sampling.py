@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from daskinfer.engines.hf.answers import NOT_A_NUMBER, Answer
+from daskinfer.engines.hf.sampling import note_logprobs
 
 __all__ = ["choose"]
 
@@ -37,6 +38,7 @@ def choose(logits: torch.Tensor, answers: Sequence[Answer]) -> list[int]:
         at = torch.tensor(sampling, device=scores.device)
         tokens[at] = _sample(scores[at], [answers[row] for row in sampling])
     picked: list[int] = tokens.masked_fill_(torch.isnan(best), NOT_A_NUMBER).tolist()
+    note_logprobs(logits, picked, answers)
     return picked
 
 

@@ -65,6 +65,31 @@ def test_lists_of_end_tokens_and_ignoring_them(tmp_path: Path) -> None:
     assert late.usage.completion_tokens == 12
 
 
+@pytest.mark.parametrize("engine_name", ["lm", "transformers"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "top_k": 9, "seed": 4, "repetition_penalty": 1.2}])
+def test_logprobs_are_those_of_the_model(engine_name: str, params: dict[str, Any], model_folder: Folders) -> None:
+    """Several rows at once against one pass of the model over each; rows that did not ask get text."""
+    model = own_model(model_folder("llama"))
+    engine = engine_class(ModelSpec(str(model_folder("llama")), engine=engine_name))(
+        ModelSpec(str(model_folder("llama")), engine=engine_name)
+    )
+    engine.load()
+    asked = SamplingParams(max_new_tokens=9, logprobs=True, token_ids=True, **params)
+    rows = [Request(i, ids, asked if i % 2 else SamplingParams(), raw=True) for i, ids in list(prompts().items())[:6]]
+    results = drain(engine, [rows])
+    for row in rows:
+        output = results[row.id].output
+        if row.id % 2 == 0:
+            assert isinstance(output, str)
+            continue
+        ids, written = output["input_ids"], output["output_ids"]
+        scores = model(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        expected = [scores[at, token].item() for at, token in enumerate(written)]
+        assert output["logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert len(written) == len(output["logprobs"]) > 0
+    engine.close()
+
+
 def test_no_tokens_asked_for_is_an_empty_answer_without_a_step(model_folder: Folders) -> None:
     engine = load(model_folder("llama"))
     [empty] = ask(engine, [9, 10], max_new_tokens=0)
