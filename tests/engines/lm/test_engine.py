@@ -17,7 +17,7 @@ from daskinfer.engines.lm import LMEngine
 from daskinfer.engines.lm.settings import Settings, free_memory
 from daskinfer.errors import ConfigError, EngineDiedError, UnknownOptionError
 from daskinfer.records import Completed, Failed, Request, SamplingParams
-from tests.engines import tiny
+from tests.engines import conformance, tiny
 from tests.engines.lm.models import drain, greedy, load, outputs, own_model, prompts, text
 
 Folders = Callable[[str], Path]
@@ -76,9 +76,12 @@ def test_logprobs_are_those_of_the_model(engine_name: str, params: dict[str, Any
     engine.load()
     asked = SamplingParams(max_new_tokens=9, logprobs=True, token_ids=True, **params)
     rows = [Request(i, ids, asked if i % 2 else SamplingParams(), raw=True) for i, ids in list(prompts().items())[:6]]
-    results = drain(engine, [rows])
+    engine.add(rows)
+    found = {result.id: result for result in conformance.drain(engine)}
     for row in rows:
-        output = results[row.id].output
+        result = found[row.id]
+        assert isinstance(result, Completed)
+        output = result.output
         if row.id % 2 == 0:
             assert isinstance(output, str)
             continue
