@@ -159,13 +159,15 @@ def test_every_module_has_its_place() -> None:
 
 
 def test_the_engines_and_their_options() -> None:
+    from daskinfer.engines.encoder.options import EncoderOptions
     from daskinfer.engines.lm.settings import Settings
     from daskinfer.engines.transformers import TransformersEngine
 
     assert set(table("docs/engines.md", "name", "what it is")) == set(engine_names())
     assert f'`engine="auto"` is `{resolve(ModelSpec("any"))}`' in read("docs/engines.md")
-    stated = [set(t) - {"option"} for t in tables("docs/engines.md") if "option" in t]
-    assert stated == [set(TransformersEngine.options), {field.name for field in fields(Settings)}]
+    stated = [set(", ".join(t).split(", ")) - {"option"} for t in tables("docs/engines.md") if "option" in t]
+    ours = [{field.name for field in fields(options)} for options in (Settings, EncoderOptions)]
+    assert stated == [set(TransformersEngine.options), *ours]
 
 
 def test_the_protocol() -> None:
@@ -241,8 +243,19 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "capitals").glob("data-*.parquet"))) >= 1
 
 
-def test_the_example_of_settings_runs(tmp_path: Path) -> None:
+@pytest.mark.cluster
+def test_the_example_of_vectors_runs(tmp_path: Path) -> None:
     code = blocks("README.md", "python")[1]
+    model = 'Driver("sentence-transformers/all-MiniLM-L6-v2", task="embed")'
+    assert model in code
+    options = 'engine="echo", engine_options={"output": "vector", "dims": 384}'
+    echo = f'Driver("echo", task="embed", {options})'
+    assert run_example(code.replace(model, echo), tmp_path).strip() == "(2, 384) float32"
+    assert len(list((tmp_path / "vectors").glob("data-*.parquet"))) == 1
+
+
+def test_the_example_of_settings_runs(tmp_path: Path) -> None:
+    code = blocks("README.md", "python")[2]
     assert run_example(code + "print(driver.health.step_timeout_s, driver.retry.retries)", tmp_path).split() == [
         "60",
         "5",
