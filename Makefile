@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # The pure core, whose branches the tests cover to 100 %.
-CORE := errors records config inputs rates snapshot counters prompts batching detection faults metrics window engines.base
+CORE := errors records config inputs rates snapshot counters prompts batching detection faults metrics timeline window wording engines.base
 COVER := $(CORE:%=--cov=daskinfer.%) --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check

@@ -100,6 +100,11 @@ output_options = _options(
     click.option("--force", is_flag=True, help="Resume although the configuration is another one."),
     click.option("--retry-failed", is_flag=True, help="Run only the rows that failed, and replace them."),
     click.option("--quiet", is_flag=True, help="No progress."),
+    click.option(
+        "--report/--no-report",
+        default=None,
+        help="Write a report beside the output; by default its page only after 10 seconds or more.",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
 )
 
@@ -220,7 +225,7 @@ def doctor(scheduler: str | None, model: str | None) -> None:
 
 RUN_OPTIONS = (
     *("prompt", "messages", "system", "raw", "output_column", "limit", "max_failures"),
-    *("resume", "overwrite", "force", "retry_failed"),
+    *("resume", "overwrite", "force", "retry_failed", "report"),
 )
 
 
@@ -263,7 +268,7 @@ def _show_sample(
 
 
 def _finish(report: RunReport, *, as_json: bool) -> None:
-    click.echo(json.dumps(report.to_dict(), ensure_ascii=False, indent=1) if as_json else str(report))
+    click.echo(json.dumps(report.to_dict(timeline=False), ensure_ascii=False, indent=1) if as_json else str(report))
     sys.exit(ROWS_FAILED if report.failed else OK)
 
 

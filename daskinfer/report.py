@@ -12,14 +12,20 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from daskinfer.records import Usage
-from daskinfer.snapshot import FailureCount, Snapshot, to_json
-from daskinfer.wording import duration, one_line, row_name
+from daskinfer.rates import Rates
+from daskinfer.records import Failed, Usage
+from daskinfer.snapshot import FailureCount, SlowRow, Snapshot, Work, to_json
+from daskinfer.timeline import Timeline, advice
+from daskinfer.wording import duration, one_line, row_name, share
 
 __all__ = ["RunReport", "installed_versions", "report_from"]
 
 _PACKAGES = ("daskinfer", "dask", "distributed", "torch", "transformers", "pyarrow")
 _SHOWN_KINDS = 10
+_AS_THEY_ARE = (
+    *("quarantined", "committed", "sent", "answered", "work", "average"),
+    *("queue_s", "batch_s", "step_s", "steps_s", "slowest", "errors"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,30 @@ class RunReport:
         Of Python and the packages that matter.
     notes : tuple of str
         What a person should read.
+    about : dict
+        What ran: ``model, engine, task, seed, began`` (Unix time) and ``settings``, what a resumed run must not change.
+    quarantined : int
+        Those of the failed rows that killed or hung their engine, or lost their worker.
+    committed : int
+        Rows that this run put on disk.
+    sent, answered : int
+        Work, repeats included: rows given to workers, and results that came back.
+    work : Work
+        What the engines did, repeats included.
+    average : Rates or None
+        Rows and tokens per second since the first answer.
+    queue_s, batch_s, step_s : tuple of float or None
+        Median and 95th percentile of the seconds that batches waited on their worker, ran there, and of an engine's step.
+    steps_s : tuple of (float, int)
+        Steps by duration.
+    slowest : tuple of SlowRow
+        Slowest first; of each batch only its last row is known.
+    errors : tuple of Failed
+        The last rows that failed.
+    timeline : Timeline or None
+        The run over time, and each worker's states.
+    advice : tuple of str
+        What would make such a run faster.
     """
 
     state: str
@@ -75,10 +105,42 @@ class RunReport:
     resumed: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    quarantined: int = 0
+    committed: int = 0
+    sent: int = 0
+    answered: int = 0
+    work: Work = field(default_factory=Work)
+    average: Rates | None = None
+    queue_s: tuple[float, ...] | None = None
+    batch_s: tuple[float, ...] | None = None
+    step_s: tuple[float, ...] | None = None
+    steps_s: tuple[tuple[float, int], ...] = ()
+    slowest: tuple[SlowRow, ...] = ()
+    errors: tuple[Failed, ...] = ()
+    timeline: Timeline | None = field(default=None, repr=False)
+    advice: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON types."""
-        return dict(to_json(self))
+    @property
+    def occupancy(self) -> float | None:
+        """Share of the engines' places in use while rows waited."""
+        return self.work.occupancy
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the computed tokens that were only padding."""
+        return self.work.padding
+
+    def to_dict(self, *, timeline: bool = True) -> dict[str, Any]:
+        """Return everything as plain JSON types.
+
+        Parameters
+        ----------
+        timeline : bool
+            Also the timeline, which is most of it.
+        """
+        shown = {**to_json(self), "occupancy": self.occupancy, "padding": self.padding}
+        return shown if timeline else {name: value for name, value in shown.items() if name != "timeline"}
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *_table(self._figures()), *self._failure_lines(), *self._advice()])
@@ -89,6 +151,16 @@ class RunReport:
         advice = "".join(f"<p>{escape(line)}</p>" for line in self._advice())
         return f"<p><b>{escape(self._headline())}</b></p><table>{rows}</table><ul>{failures}</ul>{advice}"
 
+    @property
+    def headline(self) -> str:
+        """How it ended, in one line."""
+        return self._headline()
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values for people."""
+        return self._figures()
+
     # ---------------------------------------------------------------- the text
 
     def _headline(self) -> str:
@@ -96,8 +168,8 @@ class RunReport:
         if self.state == "nothing to do":
             why = f"all {self.skipped:,} rows had been done before" if self.skipped else "the input has no rows"
             return f"Nothing to do: {why}{where}"
-        share = f"{self.rows:,}" if self.total in (None, self.rows) else f"{self.rows:,} of {self.total:,}"
-        return f"{self.state.capitalize()}: {share} rows in {duration(self.seconds)}{where}"
+        part = f"{self.rows:,}" if self.total in (None, self.rows) else f"{self.rows:,} of {self.total:,}"
+        return f"{self.state.capitalize()}: {part} rows in {duration(self.seconds)}{where}"
 
     def _figures(self) -> list[tuple[str, str]]:
         if self.state == "nothing to do":
@@ -116,6 +188,9 @@ class RunReport:
             by_tokens = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
             startup = f" (start-up of {duration(self.startup_s)} included)" if self.startup_s >= 1 else ""
             figures.append(("speed", f"{self.rows_per_s:,.1f} rows/s{by_tokens}{startup}"))
+        if self.occupancy is not None:
+            padding = f", {share(self.padding)} of the tokens were padding" if self.padding else ""
+            figures.append(("engines", f"{share(self.occupancy)} full while rows waited{padding}"))
         return figures
 
     def _failure_lines(self) -> list[str]:
@@ -126,6 +201,9 @@ class RunReport:
         return ["failures:", *lines, *([f"  and {more} more kinds"] if more > 0 else [])]
 
     def _advice(self) -> list[str]:
+        return [*self._next(), *self.advice]
+
+    def _next(self) -> list[str]:
         if self.state in ("interrupted", "error"):
             return ["To continue, run again with resume=True (--resume)."] if self.path else []
         if self.failed and self.path:
@@ -139,6 +217,8 @@ def report_from(
     path: str | None = None,
     resumed: bool = False,
     versions: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
+    timeline: Timeline | None = None,
 ) -> RunReport:
     """Return the report of a run from the last snapshot of its metrics.
 
@@ -152,6 +232,9 @@ def report_from(
         Whether the run was to continue an earlier one.
     versions : mapping, optional
         By default those installed here.
+    about : mapping, optional
+        What ran.
+    timeline : Timeline, optional
     """
     idle = snapshot.state == "done" and not snapshot.done
     seconds, usage = snapshot.elapsed_s, snapshot.usage
@@ -174,6 +257,10 @@ def report_from(
         resumed=resumed,
         versions=installed_versions() if versions is None else dict(versions),
         notes=snapshot.notes,
+        about=dict(about or {}),
+        **{name: getattr(snapshot, name) for name in _AS_THEY_ARE},
+        timeline=timeline,
+        advice=advice(snapshot, timeline.starved if timeline else None),
     )
 
 

@@ -20,6 +20,7 @@ from distributed.diagnostics import nvml
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskinfer.config import HealthPolicy, ModelSpec
+from daskinfer.dashboard.prometheus import expose, of_worker, withdraw
 from daskinfer.errors import RemoteError
 from daskinfer.host import Host, HostSettings
 from daskinfer.records import Batch, Fault, FaultKind, Report
@@ -106,10 +107,12 @@ class ModelWorker(WorkerPlugin):
         threads = self.spec.threads or threads_of(worker)
         settings = HostSettings(self.health, threads, {}, worker.address)
         self.host = Host(self.spec, settings, self._state_changed)
+        expose(f"{worker.address} {self.name}", of_worker(worker.address, self.spec.model, self.figures))
         self._task = asyncio.create_task(self._load(worker, self.host))
 
     async def teardown(self, worker: Worker) -> None:
         """Free the model; batches still here go back to be run elsewhere."""
+        withdraw(f"{worker.address} {self.name}")
         if self._task is not None:
             self._task.cancel()
         if self.host is not None:

@@ -8,12 +8,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import ColumnDataSource, CustomJS, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import (
+    CDSView,
+    ColumnDataSource,
+    CustomJS,
+    FactorRange,
+    GroupFilter,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+)
 from bokeh.plotting import figure
 
 from daskinfer.dashboard.theme import ADAPT, COLOURS, GRID, TEXT
 
-__all__ = ["Chart", "adapting", "lines", "memory", "step_data", "steps", "throughput", "use"]
+__all__ = ["Chart", "adapting", "lines", "memory", "row_rate", "spans", "step_data", "steps", "throughput", "use"]
+
+
+_PLAIN: dict[str, Any] = {
+    "sizing_mode": "stretch_both",
+    "min_height": 90,
+    "toolbar_location": None,
+    "tools": "",
+    "background_fill_color": None,
+    "border_fill_color": None,
+    "outline_line_color": None,
+    "min_border": 2,
+}
 
 
 class Chart:
@@ -41,17 +62,7 @@ def lines(name: str, shown: Mapping[str, tuple[str, str, str]], *, y_format: str
         End of the y axis; None: as far as the data go.
     """
     source = ColumnDataSource({"t": [], **{column: [] for column in shown}})
-    plot: Any = figure(
-        name=name,
-        sizing_mode="stretch_both",
-        min_height=120,
-        toolbar_location=None,
-        tools="",
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=None,
-        min_border=2,
-    )
+    plot: Any = figure(name=name, **_PLAIN)
     plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
     plot.xaxis.ticker.desired_num_ticks = 4
     plot.yaxis.formatter = NumeralTickFormatter(format=y_format)
@@ -103,9 +114,11 @@ def row_rate() -> Chart:
     return lines("rows", {"rows": ("rows/s", "green", "solid")}, y_format="0,0.[00]a")
 
 
-def use() -> Chart:
+def use(*, padding: bool = True) -> Chart:
     """Return how full the engines are, and the share of padding."""
-    shown = {"occupancy": ("places in use", "green", "solid"), "padding": ("padding", "red", "dashed")}
+    shown = {"occupancy": ("places in use", "green", "solid")}
+    if padding:
+        shown["padding"] = ("padding", "red", "dashed")
     return lines("use", shown, y_format="0%", top=1.05)
 
 
@@ -118,18 +131,7 @@ def memory() -> Chart:
 def steps() -> Chart:
     """Return a histogram of the engines' steps by duration; its data are those of :func:`step_data`."""
     source = ColumnDataSource({"left": [], "right": [], "share": [], "count": [], "ms": []})
-    plot: Any = figure(
-        name="steps",
-        sizing_mode="stretch_both",
-        min_height=120,
-        toolbar_location=None,
-        tools="",
-        x_axis_type="log",
-        background_fill_color=None,
-        border_fill_color=None,
-        outline_line_color=None,
-        min_border=2,
-    )
+    plot: Any = figure(name="steps", x_axis_type="log", **_PLAIN)
     plot.y_range.start = 0
     plot.xaxis.axis_label = "ms"
     plot.xaxis.axis_label_text_font_size = "11px"
@@ -153,6 +155,37 @@ def step_data(counts: Sequence[Sequence[float]]) -> dict[str, list[float]]:
         "count": [count for _, count in counts],
         "ms": [1e3 * middle for middle, _ in counts],
     }
+
+
+def spans(columns: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Chart:
+    """Return each worker's states over time, as bars.
+
+    Parameters
+    ----------
+    columns : dict
+        ``worker, state, begin, end, kind``; the kind is the name of a colour.
+    names : sequence of str
+        The workers, from top to bottom.
+    """
+    source = ColumnDataSource({name: list(values) for name, values in columns.items()})
+    plot: Any = figure(name="workers", y_range=FactorRange(*reversed(names)), **_PLAIN)
+    plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
+    for colour, pair in COLOURS.items():
+        bars = plot.hbar(
+            y="worker",
+            left="begin",
+            right="end",
+            height=0.6,
+            source=source,
+            view=CDSView(filter=GroupFilter(column_name="kind", group=colour)),
+            fill_color=pair[0],
+            line_color=None,
+        )
+        bars.tags = [colour]
+        tips = [("worker", "@worker"), ("state", "@state"), ("from", "@begin{00:00:00}"), ("to", "@end{00:00:00}")]
+        plot.add_tools(HoverTool(tooltips=tips, renderers=[bars]))
+    _quiet(plot)
+    return Chart(plot, source)
 
 
 def adapting(charts: Sequence[Chart]) -> CustomJS:

@@ -398,6 +398,7 @@ class Driver(Service):
         row_params: str | Mapping[str, str] | None = None,
         preprocess: Preprocess | None = None,
         postprocess: Postprocess | None = None,
+        report: bool | None = None,
     ) -> RunReport:
         """Send every row of a source through the model and write it, with its answer, exactly once.
 
@@ -442,6 +443,9 @@ class Driver(Service):
             Makes the prompts: a list of rows (dicts) in, a list of prompts out. Runs here; a row it cannot take fails.
         postprocess : callable
             Changes the outputs: a list of outputs in, a list of the same kind out.
+        report : bool or None
+            Write ``_report.html`` and ``_report.json`` into the output's folder (beside one file: ``name.report.html``).
+            None: the page only when the run took more than 10 seconds; False: neither.
 
         Returns
         -------
@@ -478,5 +482,6 @@ class Driver(Service):
             row_params=row_params,
             preprocess=preprocess,
             postprocess=postprocess,
+            report=report,
         )
         return execute(self, source, sink, options)

@@ -39,7 +39,9 @@ from daskinfer.records import (
     Usage,
 )
 from daskinfer.report import RunReport, report_from
+from daskinfer.reporting import write
 from daskinfer.storage import Block, Source, open_source
+from daskinfer.timeline import Recorder
 
 if TYPE_CHECKING:
     from daskinfer.driver.driver import Driver
@@ -71,6 +73,7 @@ class RunOptions:
     row_params: str | Mapping[str, str] | None = None
     preprocess: Preprocess | None = None
     postprocess: Postprocess | None = None
+    report: bool | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and (
@@ -145,7 +148,8 @@ class _Run:
         self._checkpoint = checkpoint
         self._path = path
         self._options = options
-        self._tell = driver.events(name_of(path), "run", options.observers)
+        self._recorder = Recorder()
+        self._tell = driver.events(name_of(path), "run", (self._recorder, *options.observers))
         self._metrics = self._tell.metrics
         self._rule = StopRule(options.max_failures)
         drawn = checkpoint.record.get("seed") if options.params.seed is None else options.params.seed
@@ -163,6 +167,7 @@ class _Run:
     # ---------------------------------------------------------------- the loop
 
     def execute(self) -> RunReport:
+        began = time.time()
         self._tell(RunStarted(time.monotonic(), self._total(), self._checkpoint.rows_done))
         state = "error"
         try:
@@ -183,7 +188,23 @@ class _Run:
             raise
         finally:
             self._tell(RunEnded(time.monotonic(), state))
-        return report_from(self._metrics.snapshot(), path=self._path, resumed=self._options.resume)
+            report = self._report(began)
+        return report
+
+    def _report(self, began: float) -> RunReport:
+        driver, options = self._driver, self._options
+        spec = driver.spec
+        about = {"model": spec.model, "engine": str(spec.engine), "task": spec.task, "seed": self._params.seed}
+        report = report_from(
+            self._metrics.snapshot(),
+            path=self._path,
+            resumed=options.resume,
+            about={**about, "began": began, "settings": fingerprint(driver, self._asked, options)},
+            timeline=self._recorder.timeline,
+        )
+        if options.report is not False and report.state != "nothing to do":
+            write(report, html=options.report)
+        return report
 
     def _until_interrupted(self) -> None:
         try:
