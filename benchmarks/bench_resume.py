@@ -99,8 +99,8 @@ def make(kind: str, source: Path, out: Path, options: Any) -> None:
     added = checkpoint.schema
     checkpoint.close()
     size = -(-options.rows // options.parts)
-    values = {"output": "an answer", "finish_reason": "stop", "prompt_tokens": 3, "completion_tokens": 2, "error": None}
-    columns = [pa.repeat(pa.scalar(values[field.name], field.type), size) for field in added]
+    values = {"output": "an answer", "finish_reason": "stop", "error": None}
+    columns = [pa.repeat(pa.scalar(values.get(field.name, 3), field.type), size) for field in added]
     answers = pa.Table.from_arrays(columns, schema=added)
     layout = locate(out)
     published, parts = Published(layout, HastyOps()), Parts(layout, HastyOps(), added)

@@ -1,0 +1,113 @@
+"""Runs that are disturbed at random moments: no row is lost, doubled or failed, and little is computed twice.
+
+    python benchmarks/chaos.py [--seed 0] [--seeds 20] [--rows 4000] [--workers 2] [--faults 6]
+
+Each seed is a run of its own: the command line, on a scheduler and workers that are processes of their own, through echo
+engines whose rows take 1 to 8 steps of 10 ms. The faults and the numbers of finished rows at which they come are drawn from
+the seed. As root, where the kernel has network namespaces, every third seed has its workers behind links that are cut and
+slowed down too. Compared with a run that nothing disturbs are the rows of the output, one by one, and the wall time. Rows
+recomputed are those that an engine finished though one had finished them before; allowed are those that were in flight, or
+not yet on disk, when the faults came.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from _common import ROOT, arguments, machine_line, write_result
+
+sys.path.insert(0, str(ROOT))
+
+from tests.chaos.links import links, missing_for_links
+from tests.chaos.story import KINDS, LINK_KINDS, Outcome, Story, checked, plan
+
+
+def told(seed: int, folder: Path, options: Any, *, faults: int, linked: bool) -> Outcome:
+    """Run one seed."""
+    kinds = (*KINDS, *LINK_KINDS, *LINK_KINDS) if linked else KINDS
+    with ExitStack() as stack:
+        made = stack.enter_context(links(options.workers)) if linked else ()
+        story = Story(
+            folder,
+            options.rows,
+            plan(seed, options.rows, faults, kinds),
+            workers=options.workers,
+            seed=seed,
+            links=made,
+            tell=lambda text: print(f"  {text}", flush=True),
+        )
+        return story.run()
+
+
+def row_of(outcome: Outcome, undisturbed_s: float) -> dict[str, Any]:
+    """Return a seed's line of the table."""
+    return {
+        "seed": outcome.seed,
+        "faults": dict(sorted(outcome.faults.items())),
+        "lost": outcome.lost,
+        "duplicated": outcome.duplicated,
+        "failed": outcome.failed,
+        "recomputed": outcome.recomputed,
+        "in_flight": outcome.in_flight,
+        "drivers": outcome.drivers,
+        "seconds": round(outcome.seconds, 1),
+        "seconds_lost": round(outcome.seconds - undisturbed_s, 1),
+    }
+
+
+def shown(rows: list[dict[str, Any]], injected: Counter[str]) -> str:
+    """Return the table as text."""
+    names = ("seed", "lost", "duplicated", "failed", "recomputed", "in_flight", "drivers", "seconds_lost")
+    lines = ["  ".join(f"{name:>12}" for name in ("faults", *names))]
+    lines += ["  ".join(f"{value:>12}" for value in (sum(r["faults"].values()), *(r[n] for n in names))) for r in rows]
+    return "\n".join([*lines, "", *(f"{kind:<20}{count:>4}" for kind, count in sorted(injected.items()))])
+
+
+def main() -> None:
+    """Run all seeds, print and write the table; exit with 1 when a promise was not kept."""
+    parser = arguments(__doc__ or "", seeds=20, rows=4_000, workers=2, faults=6)
+    options = parser.parse_args()
+    print(machine_line())
+    missing = missing_for_links()
+    print(f"without links: needs {missing}" if missing else "with links", flush=True)
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    injected: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        calm = told(0, Path(name) / "undisturbed", options, faults=0, linked=False)
+        print(f"undisturbed: {calm.seconds:.1f} s", flush=True)
+        for seed in range(options.seed, options.seed + options.seeds):
+            print(f"seed {seed}, {time.strftime('%H:%M:%S')}", flush=True)
+            folder = Path(name) / f"seed{seed}"
+            try:
+                outcome = told(seed, folder, options, faults=options.faults, linked=not missing and seed % 3 == 2)
+            except AssertionError as error:
+                wrong.append(f"seed {seed}: {error}")
+                print(wrong[-1], flush=True)
+                continue
+            rows.append(row_of(outcome, calm.seconds))
+            injected += outcome.faults
+            wrong += [f"seed {seed}: {what}" for what in checked(outcome, calm.table)]
+            print(rows[-1], flush=True)
+    print(shown(rows, injected))
+    print("\n".join(wrong))
+    results = {
+        "links": missing or "yes",
+        "undisturbed_seconds": round(calm.seconds, 1),
+        "faults_injected": dict(sorted(injected.items())),
+        "totals": {name: sum(row[name] for row in rows) for name in ("lost", "duplicated", "failed", "recomputed")},
+        "wrong": wrong,
+        "seeds": rows,
+    }
+    write_result("chaos", options, results)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
