@@ -206,7 +206,7 @@ class ThreadChannel:
                 serve(self._spec, self._inbox, lambda message: post(deliver, message))
             except BaseException as error:  # noqa: BLE001 - SystemExit from a model's code must not vanish
                 remote = RemoteError.from_exception(error)
-                logger.warning("engine failed: %s", remote)
+                logger.warning("the engine raised %s", remote.type_name)  # its text may quote a row
                 reason = f"the engine raised {remote.type_name}: {remote.message}"
             post(ended, reason)
 

@@ -319,7 +319,8 @@ class Host:
             if not any(held.batch.probe and held.began is not None for held in self._held.values()):
                 self._fruitless += 1  # a probe's death says something of its rows, not of the engine
             self._death = self._death or (FaultKind.ENGINE_DIED, reason)
-            logger.warning("%s; restarting it", self._death[1])
+            # what an exception says may quote a row, which the report may do and a log must not
+            logger.warning("%s; restarting it", self._death[1].partition(":")[0])
             self._blame()
             self._spawn(self._restart())
 
