@@ -1,4 +1,4 @@
-"""The command line: ``daskinfer run``, ``daskinfer demo`` and ``daskinfer doctor``.
+"""The command line: ``daskinfer run``, ``daskinfer demo``, ``daskinfer doctor`` and ``daskinfer top``.
 
 Exit codes: 0 all rows completed; 4 finished, but rows failed; 2 the command or its settings are wrong; 1 another error;
 130 and 143 interrupted by SIGINT and SIGTERM, resumable.
@@ -12,7 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -91,6 +91,11 @@ cluster_options = _options(
 output_options = _options(
     click.option("--keep", metavar="COLS", help="Input columns to keep, comma-separated; by default all."),
     click.option("--output-column", default="output", show_default=True, help="Name of the column with the answers."),
+    click.option(
+        "--row-params",
+        metavar="COL|NAME=COL,…",
+        help="Where rows have sampling parameters of their own: a column of JSON objects, or a column for each parameter.",
+    ),
     click.option("--limit", type=int, help="Only the first N rows."),
     click.option(
         "--max-failures", metavar="N|P%", help="Stop when more rows fail; by default when the first 100 all do."
@@ -196,6 +201,7 @@ def _run(source: str, sink: str, options: dict[str, Any]) -> RunReport:
                 sink,
                 columns=options["column"] or None,
                 keep=None if keep is None else _listed(keep),
+                row_params=_row_params(options["row_params"]),
                 observers=[progress],
                 **{name: options[name] for name in RUN_OPTIONS},
             )
@@ -223,6 +229,23 @@ def doctor(scheduler: str | None, model: str | None) -> None:
     sys.exit(ERROR if wrong else OK)
 
 
+@cli.command()
+@click.argument("address", default="localhost:8787", metavar="[ADDRESS]")
+@click.option("--once", is_flag=True, help="Print the figures once.")
+@click.option("--every", default=1.0, show_default=True, help="Seconds between two looks.")
+def top(address: str, every: float, *, once: bool) -> None:
+    """Watch the jobs and workers of a cluster.
+
+    ADDRESS is that of the scheduler's dashboard, such as localhost:8787 or http://host:8787/status.
+    """
+    from rich.console import Console
+
+    from daskinfer.top import address_of, watch
+
+    with suppress(KeyboardInterrupt):
+        watch(address_of(address), Console(), once=once, every_s=every)
+
+
 RUN_OPTIONS = (
     *("prompt", "messages", "system", "raw", "output_column", "limit", "max_failures"),
     *("resume", "overwrite", "force", "retry_failed", "report"),
@@ -237,6 +260,17 @@ def _sampling(options: dict[str, Any]) -> SamplingParams:
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     found = _json_object("--engine-options", options["engine_options"])
     return found if options["labels"] is None else {**found, "labels": _listed(options["labels"])}
+
+
+def _row_params(text: str | None) -> str | dict[str, str] | None:
+    """Return a column, or the column of each parameter."""
+    if text is None or "=" not in text:
+        return text
+    pairs = [item.partition("=") for item in _listed(text)]
+    wrong = next((name for name, sign, column in pairs if not (name and sign and column)), None)
+    if wrong is not None:
+        raise ConfigError(f"--row-params={text!r}: {wrong!r} must be NAME=COLUMN, such as temperature=temp")
+    return {name.strip(): column.strip() for name, _, column in pairs}
 
 
 def _listed(text: str) -> list[str]:

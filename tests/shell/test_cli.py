@@ -62,6 +62,17 @@ def test_a_run_prints_a_report_and_exits_0(rows: Path, tmp_path: Path) -> None:
     assert json.loads(again.stdout)["state"] == "nothing to do"
 
 
+@pytest.mark.parametrize("given", ["own", "max_new_tokens=n"])
+def test_c22_rows_have_parameters_of_their_own(given: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [{"text": "a b c", "n": n, "own": {"max_new_tokens": n}} for n in (1, 2, 3)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.jsonl"
+    done = cli(*run_arguments(source, out, lengths="params"), "--column", "text", "--row-params", given, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["completion_tokens"] for line in out.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_failed_rows_exit_4(rows: Path, tmp_path: Path, fault_dir: Path) -> None:
     options = {"faults": {"row 7.": "value_error"}, "faults_dir": str(fault_dir)}
     done = cli(*run_arguments(rows, tmp_path / "out", **options), "--quiet")
@@ -79,6 +90,8 @@ def test_wrong_settings_exit_2_and_wrong_input_exits_1(
         ([*run_arguments(rows, out), "--no-such-option"], 2, "no-such-option"),
         ([*run_arguments(rows, out), "--engine-options", "{"], 2, "is not JSON"),
         ([*run_arguments(rows, out), "--engine", "nothing"], 2, "nothing"),
+        ([*run_arguments(rows, out), "--row-params", "temperature="], 2, "must be NAME=COLUMN"),
+        ([*run_arguments(rows, out), "--row-params", "temperatur=text"], 2, "temperatur"),
         ([*run_arguments(rows, out), "--prompt", "{missing}"], 1, "missing"),
         ([*run_arguments(tmp_path / "absent.jsonl", out)], 1, "absent.jsonl"),
     ):
