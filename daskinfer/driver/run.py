@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from daskinfer.checkpoint import Checkpoint
+from daskinfer.checkpoint import Checkpoint, Place, output_at
 from daskinfer.driver.hooks import Postprocess, Preprocess, digest, finished, preprocessor, row_params
 from daskinfer.driver.interrupts import Interrupt, interrupts
 from daskinfer.driver.stream import Stream, Turn
@@ -83,8 +83,9 @@ class RunOptions:
         if self.overwrite and (self.resume or self.retry_failed):
             other = "resume" if self.resume else "retry_failed"
             raise ConfigError(f"overwrite and {other} contradict each other: start again, or continue")
-        if self.params.token_ids:
-            raise ConfigError("token_ids: the output of a run is text; token ids come from generate, stream and submit")
+        for name in ("token_ids", "logprobs"):
+            if getattr(self.params, name):
+                raise ConfigError(f"{name}: the output of a run is text; {name} come from generate, stream and submit")
         if self.preprocess is not None and (self.prompt, self.columns, self.messages) != (None, None, None):
             raise ConfigError("preprocess makes the prompts: leave prompt, columns and messages out")
         if not isinstance(self.output_column, str) or not self.output_column:
@@ -106,21 +107,25 @@ def execute(driver: Driver, source: Any, sink: Any, options: RunOptions) -> RunR
     row_params(options.row_params, available)
     keep = tuple(available if options.keep is None else options.keep)
     spec = driver.spec
-    with Checkpoint.open(
-        os.fspath(sink),
-        source=opened,
-        keep=keep,
-        output_column=options.output_column,
-        output_type=engine_class(spec).output_type(spec),
-        fingerprint=fingerprint(driver, asked, options),
-        now=time.time(),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        force=options.force,
-        retry_failed=options.retry_failed,
-        record={"seed": with_seed(options.params).seed},
-    ) as checkpoint:
-        return _Run(driver, opened, asked, checkpoint, os.fspath(sink), options).execute()
+    now = time.time()
+    with (
+        output_at(os.fspath(sink), opened, now=now, overwrite=options.overwrite) as place,
+        Checkpoint.open(
+            place.path,
+            source=opened,
+            keep=keep,
+            output_column=options.output_column,
+            output_type=engine_class(spec).output_type(spec),
+            fingerprint=fingerprint(driver, asked, options),
+            now=now,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            force=options.force,
+            retry_failed=options.retry_failed,
+            record={"seed": with_seed(options.params).seed},
+        ) as checkpoint,
+    ):
+        return _Run(driver, opened, asked, (checkpoint, place), os.fspath(sink), options).execute()
 
 
 def fingerprint(driver: Driver, asked: Prompter, options: RunOptions) -> dict[str, Any]:
@@ -140,11 +145,18 @@ class _Run:
     """The state of one run."""
 
     def __init__(
-        self, driver: Driver, source: Source, asked: Prompter, checkpoint: Checkpoint, path: str, options: RunOptions
+        self,
+        driver: Driver,
+        source: Source,
+        asked: Prompter,
+        output: tuple[Checkpoint, Place],
+        path: str,
+        options: RunOptions,
     ) -> None:
         self._driver = driver
         self._source = source
         self._asked = asked
+        checkpoint, self._place = output
         self._checkpoint = checkpoint
         self._path = path
         self._options = options
@@ -334,12 +346,8 @@ class _Run:
 
     # ---------------------------------------------------------------- observers
 
-    def _tell(self, event: Event) -> None:
-        self._metrics.apply(event)
-        for observer in self._options.observers:
-            observer(event)
-
     def _note_committed(self) -> None:
+        self._place.push(time.time())
         committed = self._checkpoint.committed
         if committed != self._committed:
             self._tell(RowsCommitted(time.monotonic(), committed - self._committed))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
@@ -340,3 +341,19 @@ def test_settings_of_a_wrong_type_are_named(cluster: LocalCluster, tmp_path: Pat
         driver.run([{"a": "x"}], tmp_path / "out", prompt="{a:1000000000}")
     with pytest.raises(InputError, match="not valid text"):
         driver.run([{"prompt": "b", "\ud800": 1}], tmp_path / "out", columns="prompt")
+
+
+def test_an_output_at_a_url(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKINFER_CACHE", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    url = "memory://bucket/answers/"
+    with driver_for(cluster) as driver:
+        report = driver.run([f"row {i}" for i in range(50)], url)
+        assert (report.completed, report.path) == (50, url)
+        with pytest.raises(OutputExistsError, match=r"memory://bucket/answers/ holds output already \(50 rows done\)"):
+            driver.run([f"row {i}" for i in range(50)], url)
+        again = driver.run([f"row {i}" for i in range(50)], url, resume=True)
+    assert again.state == "nothing to do"
+    with fs.open(fs.glob("/bucket/answers/data-*.parquet")[0]) as file:
+        assert list(pd.read_parquet(file)["output"]) == [f"<row {i}>" for i in range(50)]
