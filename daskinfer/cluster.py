@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ __all__ = [
 logger = logging.getLogger("daskinfer.cluster")
 
 IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-CLOSE_S = 10.0
+CLOSE_S = 20.0
+STARTING = (Status.init, Status.starting)
 FAILED = (Status.failed, Status.closed, Status.closing)
 
 
@@ -82,9 +84,11 @@ class Connection:
         if not isinstance(cluster, SpecCluster) or cluster.status is not Status.running:
             return []
         loop = cast("asyncio.AbstractEventLoop", cast("Any", cluster.loop).asyncio_loop)
+        # Broken off in the middle it would leave a process that nobody knows of.
         if loop is asyncio.get_running_loop():
-            return await _replaced(cluster, names)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_replaced(cluster, names), loop))
+            return await asyncio.shield(_replaced(cluster, names))
+        made = asyncio.run_coroutine_threadsafe(_replaced(cluster, names), loop)
+        return await asyncio.shield(asyncio.wrap_future(made))
 
     def close(self) -> None:
         """Close what is ours."""
@@ -159,16 +163,26 @@ def _client(where: str) -> Client:
         if Path(where).is_file():
             return Client(scheduler_file=where)
         return Client(where)
-    except (OSError, TimeoutError, ValueError) as error:
+    except (OSError, TimeoutError, TypeError, ValueError) as error:  # TypeError: a TLS address, and no certificates
         for client in set(Client._instances) - before:  # noqa: SLF001
             client.close(timeout=0)  # else it goes on trying
-        raise ClusterError(f"no Dask scheduler answers at {where!r}: {error}") from error
+        hint = "; pass Client(address, security=…), or set distributed.comm.tls in Dask's configuration"
+        raise ClusterError(
+            f"no Dask scheduler answers at {where!r}: {error}{hint if where.startswith('tls://') else ''}"
+        ) from error
 
 
 class _Local(LocalCluster):
-    """A LocalCluster whose n-th worker gets the n-th GPU."""
+    """A LocalCluster whose n-th worker gets the n-th GPU, and that can be closed while a worker is being replaced."""
 
     gpus: tuple[str, ...] = ()
+
+    async def _close(self) -> None:
+        """Let nannies finish what they are starting: closed before, they would leave a process behind."""
+        deadline = time.monotonic() + CLOSE_S
+        while time.monotonic() < deadline and any(map(_starting, self.workers.values())):  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.05)
+        await super()._close()  # type: ignore[no-untyped-call]
 
     def new_worker_spec(self) -> dict[Any, Any]:
         spec: dict[Any, Any] = super().new_worker_spec()  # type: ignore[no-untyped-call]
@@ -262,9 +276,16 @@ async def _scaled(cluster: _Local, n: int) -> None:
         raise ClusterError(f"{len(failed)} of {n} workers could not start: {_first_cause(error)}") from error
 
 
+def _starting(worker: Any) -> bool:
+    """Whether a worker of a cluster, or the process of a nanny, is on its way."""
+    process = getattr(worker, "process", None)
+    return any(getattr(one, "status", None) in STARTING for one in (worker, process))
+
+
 async def _replaced(cluster: SpecCluster, names: Sequence[str]) -> list[str]:
     spec: dict[Any, Any] = cluster.worker_spec
-    lost = [name for name, one in spec.items() if str(name) in names and not one.get("group")]
+    named = [name for name, one in spec.items() if str(name) in names and not one.get("group")]
+    lost = [name for name in named if not _starting(cluster.workers.get(name))]
     for name in lost:
         remains = cluster.workers.pop(name, None)
         if remains is not None:  # a nanny that no longer answers, perhaps

@@ -158,18 +158,24 @@ class DaskinferScheduler(SchedulerPlugin):
         recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         scheduler.transitions(recommended, stimulus_id=f"daskinfer-ready-{monotonic()}")
 
-    async def withdraw(self, worker: str, key: str) -> None:
-        """Place no more tasks for a model on a worker; those already there stay.
+    async def withdraw(self, worker: str, key: str, *, leaving: bool = False) -> None:
+        """Place no more tasks for a model on a worker.
 
+        Those already there stay, unless it is leaving: then they go elsewhere, and the worker's end is no loss to them.
         Only the scheduler's books change: lowering the resource on the worker itself would strand its tasks.
         """
         scheduler = self._scheduler
         assert scheduler is not None
         state = scheduler.workers.get(worker)
-        if state is not None:
-            state.resources[f"{NAME}-{key}"] = 0
-            scheduler.resources.get(f"{NAME}-{key}", {}).pop(worker, None)
-            self._ready.get(key, set()).discard(worker)
+        if state is None:
+            return
+        name = f"{NAME}-{key}"
+        if name in state.resources:
+            state.resources[name] = scheduler.resources[name][worker] = 0
+        self._ready.get(key, set()).discard(worker)
+        if leaving:
+            tasks: Any = {t.key: "released" for t in state.processing if name in (t.resource_restrictions or ())}
+            scheduler.transitions(tasks, stimulus_id=f"daskinfer-leave-{monotonic()}")
 
     async def status(
         self, key: str, lease: str, grace_s: float, health: dict[str, Any], told: dict[str, Any] | None = None

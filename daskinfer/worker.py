@@ -10,12 +10,17 @@ Runs on: worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import threading
+import time
 from typing import Any
 
 import psutil
 from distributed import Worker, get_worker
+from distributed.core import Status
 from distributed.diagnostics import nvml
 from distributed.diagnostics.plugin import WorkerPlugin
 
@@ -31,6 +36,8 @@ logger = logging.getLogger("daskinfer.worker")
 
 METRIC = "daskinfer"
 NOT_READY_PAUSE_S = 1.0
+FETCH_S = 5.0
+FETCH_POLL_S = 0.02
 
 
 async def run_batch(batch: Batch, plugin: str) -> Report:
@@ -50,7 +57,13 @@ async def run_batch(batch: Batch, plugin: str) -> Report:
         fault = Fault(FaultKind.ENGINE_NOT_READY, f"{worker.address} does not have this model")
         report = Report(batch.key, (), fault, worker=worker.address)
     else:
-        report = await model.host.run(batch)
+        try:
+            report = await model.host.run(batch)
+        except asyncio.CancelledError:
+            if worker.status is not Status.closing:
+                raise
+            # The worker is asked to go: what is finished is given back, and the rest runs elsewhere.
+            return model.host.give_back(batch.key)
     if report.fault is not None and report.fault.kind is FaultKind.ENGINE_NOT_READY:
         # An instant answer would draw every batch of the job to the one worker that cannot run it.
         await asyncio.sleep(NOT_READY_PAUSE_S)
@@ -100,6 +113,7 @@ class ModelWorker(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Begin to load; returns at once and never raises for a load error."""
         self._worker = worker
+        _leave_in_order(worker)
         worker.metrics = {**worker.metrics, METRIC: heartbeat_figures}
         offered = worker.state.total_resources
         if any(offered.get(name, 0) < amount for name, amount in self.requires.items()):
@@ -117,6 +131,10 @@ class ModelWorker(WorkerPlugin):
             self._task.cancel()
         if self.host is not None:
             await self.host.close()
+        if worker.status is Status.closing and self._granted:
+            await self._fetched(worker)
+            with contextlib.suppress(OSError, TimeoutError):  # a scheduler that is gone has no use for it
+                await asyncio.wait_for(self._withdraw(worker, leaving=True), FETCH_S)
         if worker.state.total_resources.get(self.name) and worker.status.name == "running":
             worker.state.nthreads -= self.slots
             await worker.set_resources(**{self.name: 0})
@@ -149,8 +167,14 @@ class ModelWorker(WorkerPlugin):
         else:
             self._task = asyncio.create_task(self._withdraw(worker))
 
-    async def _withdraw(self, worker: Worker) -> None:
-        await worker.scheduler.daskinfer_withdraw(worker=worker.address, key=self.spec.key)
+    async def _fetched(self, worker: Worker) -> None:
+        """Wait until the driver has fetched the last reports of a worker that goes: they go with it."""
+        deadline = time.monotonic() + FETCH_S
+        while any(map(_is_report, worker.data)) and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(FETCH_POLL_S)
+
+    async def _withdraw(self, worker: Worker, *, leaving: bool = False) -> None:
+        await worker.scheduler.daskinfer_withdraw(worker=worker.address, key=self.spec.key, leaving=leaving)
 
     @property
     def _granted(self) -> bool:
@@ -171,6 +195,27 @@ class ModelWorker(WorkerPlugin):
         except psutil.NoSuchProcess:
             figures["ram_bytes"] = 0
         return {**figures, **gpu_figures()}
+
+
+def _leave_in_order(worker: Worker) -> None:
+    """Have a SIGTERM close the worker, which gives its rows back, where it would end the process on the spot.
+
+    That is so under a nanny, when a machine is taken away and everything on it gets the signal. A worker without one has a
+    handler of its own.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        loop = asyncio.get_running_loop()
+        closing: set[asyncio.Task[Any]] = set()
+
+        def leave() -> None:
+            closing.add(asyncio.create_task(worker.close(nanny=False, reason="daskinfer-sigterm")))
+
+        loop.add_signal_handler(signal.SIGTERM, leave)
+
+
+def _is_report(key: Any) -> bool:
+    """Whether a key is one of a batch, see :class:`~daskinfer.driver.stream.Stream`."""
+    return isinstance(key, str) and key.startswith(f"{METRIC}-")
 
 
 def heartbeat_figures(worker: Worker) -> dict[str, dict[str, Any]]:

@@ -47,6 +47,9 @@ S = TypeVar("S", bound=Stream)
 LOSS_S = 5.0
 """How long to ask why a worker was lost."""
 
+REPLACE_S = 30.0
+"""How long a lost worker's nanny has to start another process before the cluster is asked to."""
+
 Replace = Callable[[Sequence[str]], Awaitable[Sequence[str]]]
 """Has the cluster start workers in place of lost ones, by name; returns those that it did so for."""
 
@@ -122,7 +125,7 @@ class Dispatcher:
         if self._poller is not None:
             self._poller.cancel()
         if self._replacing is not None:
-            self._replacing.cancel()
+            await asyncio.wait([self._replacing], timeout=REPLACE_S)
         if self.client.status == "running":
             try:
                 await asyncio.wait_for(self._release(), 10)
@@ -270,7 +273,7 @@ class Dispatcher:
             if address not in self._evicted:
                 self._publish(Noted(now, f"{address} was evicted: {reason}; its rows run elsewhere"))
         self._evicted = evicted
-        limit = self.health.heartbeat_timeout_s
+        limit = self.health.heartbeat_timeout_s + REPLACE_S
         # A new one may wait for a machine, and is not replaced again unless it, too, was there and is lost.
         names = [n for n, age_s in lost.items() if age_s > limit and now - age_s > self._replaced_at.get(n, -math.inf)]
         if names and self._replace is not None and (self._replacing is None or self._replacing.done()):

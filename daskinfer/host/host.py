@@ -136,6 +136,15 @@ class Host:
             self._send(("abort", key))
             self._answer(held, Fault(FaultKind.ABORTED, "released by the driver"))
 
+    def give_back(self, key: str) -> Report:
+        """Return a batch's report as it is now, and forget it: its other rows run elsewhere."""
+        fault = Fault(FaultKind.PREEMPTED, "the worker is closing")
+        held = self._held.get(key)
+        if held is None:
+            return Report(key, (), fault, worker=self.settings.worker)
+        self._answer(held, fault)
+        return held.future.result()
+
     async def close(self) -> None:
         """End the engine; batches still here come back as preempted."""
         if self.state == "closed":

@@ -14,7 +14,7 @@ from distributed.worker import Worker
 
 from daskinfer.cluster import local_cluster
 from daskinfer.config import BatchPolicy, HealthPolicy
-from daskinfer.driver import Driver
+from daskinfer.driver import Driver, dispatch
 from daskinfer.errors import ConfigError, NoWorkersError
 from daskinfer.preflight import by_value
 from daskinfer.records import Event, Noted
@@ -135,8 +135,11 @@ def test_a_heartbeat_timeout_below_three_heartbeats_is_refused(made: LocalCluste
         Driver(echo_spec(prefix="hasty "), cluster=made, health=health).start()
 
 
-def test_a_worker_that_is_lost_with_its_nanny_is_replaced_by_the_driver(made: LocalCluster, tmp_path: Path) -> None:
+def test_a_worker_that_is_lost_with_its_nanny_is_replaced_by_the_driver(
+    made: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a nanny nobody but the cluster object can start another one."""
+    monkeypatch.setattr(dispatch, "REPLACE_S", 1.0)
     with Driver(echo_spec(prefix="lost "), cluster=made, health=HEALTH) as driver:
         wait_until(lambda: states(driver) == ["ready", "ready"], 30)
         before = {view.address for view in driver.workers()}
