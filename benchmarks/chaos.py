@@ -2,12 +2,12 @@
 
     python benchmarks/chaos.py [--seed 0] [--seeds 20] [--rows 4000] [--workers 2] [--faults 6]
 
-Each seed is a run of its own: the command line, on a scheduler and workers that are processes of their own, through echo
-engines whose rows take 1 to 8 steps of 10 ms. The faults and the numbers of finished rows at which they come are drawn from
-the seed. As root, where the kernel has network namespaces, every third seed has its workers behind links that are cut and
-slowed down too. Compared with a run that nothing disturbs are the rows of the output, one by one, and the wall time. Rows
-recomputed are those that an engine finished though one had finished them before; allowed are those that were in flight, or
-not yet on disk, when the faults came.
+Each seed is a run of its own: the command line, on a scheduler and workers that are processes of their own, which the next
+seed gets as this one leaves them, through echo engines whose rows take 1 to 8 steps of 10 ms. The faults and the numbers of
+finished rows at which they come are drawn from the seed. As root, where the kernel has network namespaces, every third seed
+has its workers behind links that are cut and slowed down too. Compared with a run that nothing disturbs are the rows of the
+output, one by one, and the wall time. Rows recomputed are those that an engine finished though one had finished them before;
+allowed are, at every moment, those that were in flight, or not yet on disk, when the faults before came.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,32 @@ from _common import ROOT, arguments, machine_line, write_result
 
 sys.path.insert(0, str(ROOT))
 
-from tests.chaos.links import links, missing_for_links
+from tests.chaos.links import Link, links, missing_for_links
+from tests.chaos.processes import Place, ProcessCluster
 from tests.chaos.story import KINDS, LINK_KINDS, Outcome, Story, checked, plan
 
 
-def told(seed: int, folder: Path, options: Any, *, faults: int, linked: bool) -> Outcome:
+def told(
+    seed: int, folder: Path, options: Any, cluster: ProcessCluster, made: Sequence[Link] = (), *, faults: int
+) -> Outcome:
     """Run one seed."""
-    kinds = (*KINDS, *LINK_KINDS, *LINK_KINDS) if linked else KINDS
-    with ExitStack() as stack:
-        made = stack.enter_context(links(options.workers)) if linked else ()
-        story = Story(
-            folder,
-            options.rows,
-            plan(seed, options.rows, faults, kinds),
-            workers=options.workers,
-            seed=seed,
-            links=made,
-            tell=lambda text: print(f"  {text}", flush=True),
-        )
-        return story.run()
+    kinds = (*KINDS, *LINK_KINDS, *LINK_KINDS) if made else KINDS
+    story = Story(
+        folder,
+        options.rows,
+        plan(seed, options.rows, faults, kinds),
+        workers=options.workers,
+        seed=seed,
+        links=made,
+        tell=lambda text: print(f"  {text}", flush=True),
+    )
+    return story.run(cluster)
+
+
+def cluster_in(folder: Path, places: list[Place]) -> ProcessCluster:
+    """Return a cluster with a folder of its own."""
+    folder.mkdir()
+    return ProcessCluster(folder, places)
 
 
 def row_of(outcome: Outcome, undisturbed_s: float) -> dict[str, Any]:
@@ -79,14 +87,20 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     injected: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        calm = told(0, Path(name) / "undisturbed", options, faults=0, linked=False)
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        made = () if missing else stack.enter_context(links(options.workers))
+        plain = stack.enter_context(cluster_in(home / "plain", [Place()] * options.workers))
+        linked = stack.enter_context(cluster_in(home / "linked", [link.place for link in made])) if made else plain
+        told(0, home / "first", options, plain, faults=0)  # so that all have started
+        calm = told(0, home / "undisturbed", options, plain, faults=0)
         print(f"undisturbed: {calm.seconds:.1f} s", flush=True)
         for seed in range(options.seed, options.seed + options.seeds):
             print(f"seed {seed}, {time.strftime('%H:%M:%S')}", flush=True)
-            folder = Path(name) / f"seed{seed}"
+            folder = home / f"seed{seed}"
+            where = (linked, made) if made and seed % 3 == 2 else (plain,)
             try:
-                outcome = told(seed, folder, options, faults=options.faults, linked=not missing and seed % 3 == 2)
+                outcome = told(seed, folder, options, *where, faults=options.faults)
             except AssertionError as error:
                 wrong.append(f"seed {seed}: {error}")
                 print(wrong[-1], flush=True)

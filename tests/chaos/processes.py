@@ -123,6 +123,19 @@ class ProcessCluster:
             elif ended and not member.away:
                 self._start(member)
 
+    def restore(self, places: Sequence[Place]) -> None:
+        """Have one worker at each place, as at the beginning; those that were added last go."""
+        for member in self.members:
+            member.away = False
+        kept: list[Member] = []
+        for place in places:
+            free = (m for m in self.members if m.place == place and not m.leaving and m not in kept)
+            kept.append(next(free, None) or self.add(place))
+        for member in [m for m in self.members if m not in kept]:
+            _end([member.process])
+            self.members.remove(member)
+        self.ensure()
+
     def add(self, place: Place) -> Member:
         """Add a worker."""
         member = Member(self._numbers, place)
@@ -141,9 +154,11 @@ class ProcessCluster:
             f"worker{member.number}", ["-m", "distributed.cli.dask_worker", where, *options], member.place.command
         )
 
-    def spawn(self, log: str, arguments: list[str], before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def spawn(
+        self, log: str, arguments: list[str], before: Sequence[str] = (), folder: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start Python with arguments; what it says is appended to a log."""
-        with (self.folder / f"{log}.log").open("ab") as file:
+        with ((folder or self.folder) / f"{log}.log").open("ab") as file:
             return subprocess.Popen(
                 [*before, sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -154,9 +169,9 @@ class ProcessCluster:
                 start_new_session=True,
             )
 
-    def log(self, name: str, most: int = 3_000) -> str:
+    def log(self, name: str, most: int = 3_000, folder: Path | None = None) -> str:
         """Return the end of a log."""
-        path = self.folder / f"{name}.log"
+        path = (folder or self.folder) / f"{name}.log"
         return path.read_text(errors="replace")[-most:] if path.exists() else ""
 
     # ---------------------------------------------------------------- looking
@@ -179,21 +194,23 @@ class ProcessCluster:
 
     def close(self) -> None:
         """End everything that was started here, and what that started."""
-        started = [m.process for m in self.members] + [self.scheduler]
-        family: list[psutil.Process] = []
-        for process in started:
-            if process is not None and process.poll() is None:
-                with contextlib.suppress(psutil.Error):
-                    parent = psutil.Process(process.pid)
-                    family += [*parent.children(recursive=True), parent]
-        for relative in family:
-            with contextlib.suppress(psutil.Error):
-                relative.kill()
-        psutil.wait_procs(family, timeout=10)
-        for process in started:
-            if process is not None:
-                process.wait(10)
+        _end([*(member.process for member in self.members), self.scheduler])
         self.members, self.scheduler = [], None
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes] | None]) -> None:
+    """Kill processes, and those that they started."""
+    family: list[psutil.Process] = []
+    for process in filter(None, processes):
+        if process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                parent = psutil.Process(process.pid)
+                family += [*parent.children(recursive=True), parent]
+    for relative in family:
+        kill(relative)
+    psutil.wait_procs(family, timeout=10)
+    for process in filter(None, processes):
+        process.wait(10)
 
 
 def _child(parent: Any, command: str) -> psutil.Process | None:

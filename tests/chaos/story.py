@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,19 +133,26 @@ class Story:
     links: Sequence[Link] = ()
     tell: Callable[[str], object] = lambda _: None
 
-    def run(self) -> Outcome:
+    def run(self, cluster: ProcessCluster | None = None) -> Outcome:
         """Run to the end of all rows.
+
+        Parameters
+        ----------
+        cluster : ProcessCluster or None
+            One that runs, and goes on to run afterwards, with as many workers; None makes one.
 
         Raises
         ------
         AssertionError
-            The run stood still, or a process ended in a way that it should not have.
+            The run stood still, a process ended in a way that it should not have, or more rows were computed twice than were
+            in flight at the faults before.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_input(self.folder / "in.jsonl", self.rows)
         places = [link.place for link in self.links] + [Place()] * (self.workers - len(self.links))
-        with ProcessCluster(self.folder, places) as cluster:
-            telling = _Telling(self, cluster)
+        with nullcontext(cluster) if cluster is not None else ProcessCluster(self.folder, places) as running:
+            running.restore(places)
+            telling = _Telling(self, running)
             try:
                 return telling.told()
             finally:
@@ -180,6 +188,7 @@ class _Telling:
             self._until(lambda at=fault.at: len(self.done) >= at, f"{fault.at} rows")  # type: ignore[misc]
             self.story.tell(f"{len(self.done):>6} rows, {time.monotonic() - began:5.1f} s: {fault.kind}")
             flying, self._told = peak(self.story.folder / "journal", self._told)
+            self._check_recomputed()
             self.in_flight += flying
             getattr(self, f"_{fault.kind.replace(' ', '_')}")()
             self.injected[fault.kind] += 1
@@ -187,7 +196,13 @@ class _Telling:
         self._until(lambda: self.driver is not None and self.driver.poll() == 0, "the end")
         seconds = time.monotonic() - began
         self._look()
+        self._check_recomputed()
         return self._outcome(seconds)
+
+    def _check_recomputed(self) -> None:
+        """Compare what was computed twice until now with what was in flight at the faults until now."""
+        told = f"{self.recomputed} rows recomputed after {dict(self.injected)}, {self.in_flight} were in flight"
+        assert self.recomputed <= self.in_flight, told
 
     def close(self) -> None:
         for slowed in self.slowed:
@@ -217,7 +232,7 @@ class _Telling:
         ]
         command += ["--engine-options", json.dumps(options), "--column", "text", "--scheduler", self.cluster.address]
         command += ["--step-timeout", str(STEP_TIMEOUT_S), "--resume"]
-        self.driver = self.cluster.spawn("driver", command)
+        self.driver = self.cluster.spawn("driver", command, folder=self.story.folder)
         self.drivers += 1
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
@@ -234,7 +249,7 @@ class _Telling:
         if self._look():
             self._moved = time.monotonic()
         elif time.monotonic() - self._moved > STUCK_S:
-            logs = "\n".join(f"--- {path.name}\n{self.cluster.log(path.stem, 1500)}" for path in self._logs())
+            logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self._logs())
             raise AssertionError(f"{len(self.done)} of {self._rows} rows, and no further one in {STUCK_S:g} s\n{logs}")
         due = [item for item in self._later if len(self.done) >= item[0] or time.monotonic() >= item[1]]
         for item in due:
@@ -243,7 +258,7 @@ class _Telling:
         self.cluster.ensure()
 
     def _logs(self) -> list[Path]:
-        return sorted(self.story.folder.glob("*.log"))
+        return sorted({*self.story.folder.glob("*.log"), *self.cluster.folder.glob("*.log")})
 
     def _look(self) -> bool:
         """Read on in the engines' log; tell whether there was a row."""
@@ -364,7 +379,7 @@ class _Telling:
                 raise AssertionError(f"the driver did not end: {self.cluster.log('driver')}")
             self._look()
             time.sleep(0.02)
-        log = self.cluster.log("driver")
+        log = self.cluster.log("driver", folder=self.story.folder)
         if self.driver.returncode != code or not all(text in log for text in said):
             raise AssertionError(f"the driver ended with {self.driver.returncode}, not {code} and {said}: {log}")
 
@@ -430,7 +445,5 @@ def checked(outcome: Outcome, undisturbed: pa.Table) -> Iterator[str]:
     if outcome.failed:
         errors = Counter(outcome.table.column("error").drop_null().to_pylist())
         yield f"{outcome.failed} rows failed: {errors.most_common(3)}"
-    if outcome.recomputed > outcome.in_flight:
-        yield f"{outcome.recomputed} rows recomputed, {outcome.in_flight} were in flight"
     if not outcome.table.equals(undisturbed):
         yield "the output is not that of the undisturbed run"
