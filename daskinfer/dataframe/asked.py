@@ -88,6 +88,10 @@ def prompts_from(columns: Sequence[Any], value: Any, task: str, *, messages: boo
         Neither; or the frame has two columns of that name.
     """
     available = tuple(name for name in columns if isinstance(name, str))
+    named = value if isinstance(value, list | tuple) else (value,)
+    for name in named:
+        if isinstance(name, str) and name not in available and ("{" not in name or messages or len(named) > 1):
+            raise MissingColumnError(name, available, "the inference")
     if messages:
         made = prompter(messages=value, available=available)
     elif isinstance(value, str) and value not in available and "{" in value:
@@ -97,8 +101,6 @@ def prompts_from(columns: Sequence[Any], value: Any, task: str, *, messages: boo
     else:
         made = fields_of(value)
     for name in made.columns:
-        if name not in available:
-            raise MissingColumnError(name, available, "the inference")
         if available.count(name) > 1:
             raise ConfigError(f"the frame has {available.count(name)} columns {name!r}; rename one of them")
     return made
@@ -143,8 +145,9 @@ def asked(  # noqa: PLR0913 - a frame's inference has this much to say
     spec, base, policies = _model(model, task, settings, not_options)
     params = _params(base, rows, settings, on_long)
     description = rows.get("output_type") or engine_class(spec).output_type(spec)
-    if params.token_ids:
-        raise ConfigError("token_ids: the output of a frame is text; token ids come from Driver.generate")
+    for name in ("token_ids", "logprobs"):
+        if getattr(params, name):
+            raise ConfigError(f"{name}: the output of a frame is text; {name} come from Driver.generate")
     if errors not in ("column", "raise"):
         raise ConfigError(f"errors={errors!r}: must be 'column' or 'raise'")
     if not isinstance(output, str) or not output:

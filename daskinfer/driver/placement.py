@@ -8,6 +8,7 @@ Runs on: client; the scheduler asks it about keys.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +25,9 @@ PREFIX = "infer-"
 @contextmanager
 def placed(resource: str) -> Iterator[None]:
     """Let inference tasks that are submitted in here run only where there are slots of a model."""
-    with annotate(resources=partial(_asked_of, resource)):
+    with warnings.catch_warnings(), annotate(resources=partial(_asked_of, resource)):
+        # said of frames that are built in here, for which it is true: what counts is where they are computed
+        warnings.filterwarnings("ignore", message="Dask annotations")
         yield
 
 
