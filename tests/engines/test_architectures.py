@@ -13,7 +13,7 @@ import pytest
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines import resolve
-from daskinfer.engines.architectures import describe_model, packable
+from daskinfer.engines.architectures import describe_model, packable, task_of
 
 
 def folder(at: Path, config: Any) -> Path:
@@ -52,6 +52,42 @@ def gguf(at: Path, kind: str, *, key: str = "general.architecture") -> Path:
 def test_auto(tmp_path: Path, config: dict[str, Any], engine: str) -> None:
     assert resolve(ModelSpec(str(folder(tmp_path, config)))) == engine
     assert resolve(ModelSpec(str(tmp_path), engine="echo")) == "echo"
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "generate"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "generate"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}, "generate"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "embed"),
+        ({"model_type": "bert"}, "embed"),
+        ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, "embed"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "embed"),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]}, "classify"),
+        ({"model_type": "bert", "architectures": ["BertForTokenClassification"]}, "classify"),
+        (
+            {
+                "architectures": ["BertForSequenceClassification"],
+                "sbert_ce_default_activation_function": "torch.nn.Identity",
+            },
+            "score",
+        ),
+        ({"architectures": ["BertForSequenceClassification"], "sentence_transformers": {"version": "5"}}, "score"),
+        ({}, "generate"),
+    ],
+)
+def test_the_task_a_model_was_made_for(tmp_path: Path, config: dict[str, Any], task: str) -> None:
+    assert task_of(str(folder(tmp_path, config))) == task
+    (tmp_path / "modules.json").write_text("[]")
+    assert task_of(str(tmp_path)) == "embed"
+    (tmp_path / "modules.json").write_text("{broken")
+    assert task_of(str(tmp_path)) == task
+
+
+def test_models_that_cannot_be_read_generate(tmp_path: Path) -> None:
+    for model in ("no/such-model", "/no/such/folder", str(gguf(tmp_path, "llama")), str(tmp_path)):
+        assert task_of(model) == "generate"
 
 
 def test_gguf_files(tmp_path: Path) -> None:
