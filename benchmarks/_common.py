@@ -178,7 +178,7 @@ def write_result(name: str, options: argparse.Namespace, results: Mapping[str, A
     results : mapping
         JSON-able; values may be dataclasses, such as :class:`Spread`.
     """
-    settings = {key: value for key, value in vars(options).items() if key != "results"}
+    settings = {key: _public(value) for key, value in vars(options).items() if key != "results"}
     document = {
         "name": name,
         "command": _command(),
@@ -209,7 +209,12 @@ def _command() -> str:
     """Return the command line, free of this machine's paths."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    return shlex.join(["python", str(shown), *sys.argv[1:]])
+    return shlex.join(["python", str(shown), *(str(_public(Path(a))) if a[:1] == "/" else a for a in sys.argv[1:])])
+
+
+def _public(value: Any) -> Any:
+    """Return a path to data by its name alone."""
+    return value.name if isinstance(value, Path) else value
 
 
 def _plain(value: Any) -> Any:

@@ -6,8 +6,12 @@ workloads: DBpedia passages as they are, and texts of log-normal lengths (median
 tokens) cut from them. The limit is the time of the model's linear layers alone at the speed of a large float32 matrix
 product, measured in the same rounds.
 
+With ``--pool`` also a driver with two workers of one thread each, against sentence-transformers' pool of two processes and,
+where Ray is installed, Ray Data (which loads the model in every call). The data are the passages of BEIR's dbpedia-entity:
+a folder with ``corpus.jsonl`` (and ``queries.jsonl`` and ``qrels/test.tsv`` for ``bench_encoder_quality.py``).
+
     pip install --no-deps sentence-transformers scikit-learn scipy joblib threadpoolctl narwhals
-    python benchmarks/bench_encoder.py --texts 300 --threads 2
+    python benchmarks/bench_encoder.py --data dbpedia-entity --pool
 
 Runs on: anywhere.
 """
@@ -19,13 +23,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from _common import ROOT, Spread, arguments, write_result
+from _common import Spread, arguments, write_result
+from _encoder_pool import pool_systems
 from transformers import AutoModel, AutoTokenizer
 
 from daskinfer import demo
@@ -34,16 +40,15 @@ from daskinfer.engines.encoder import EncoderEngine
 from daskinfer.engines.hf import quiet
 from daskinfer.records import Completed, Request, SamplingParams
 
-DATA = ROOT.parent / "shared" / "data" / "beir" / "dbpedia-entity"
 LONGEST = 256
 CUT = SamplingParams(truncate="right")
 Vectors = npt.NDArray[np.float32]
 System = Callable[[Sequence[str]], Vectors]
 
 
-def passages() -> list[str]:
+def passages(folder: Path) -> list[str]:
     """The DBpedia passages: title and text."""
-    rows = [json.loads(line) for line in (DATA / "corpus.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     return [f"{row['title']} {row['text']}".strip() for row in rows]
 
 
@@ -184,28 +189,35 @@ def _related(limits: list[tuple[float, float]], runs: dict[str, list[tuple[float
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "", repeats=3, texts=300, threads=2)
+    parser = arguments(__doc__ or "", repeats=5, texts=150, threads=2)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the passages")
     parser.add_argument("--batches", type=int, nargs="*", default=[16, 32, 64, 128], help="of sentence-transformers")
     parser.add_argument("--workloads", nargs="*", default=["passages", "log_normal"])
     parser.add_argument("--variants", default="{}", help="JSON: more engines, name to options")
+    parser.add_argument("--pool", action="store_true", help="also two workers with one thread each")
     parser.add_argument("--name", default="encoder", help="of the result")
     options = parser.parse_args()
     model, random = demo.embedding_model(), Random(options.seed)
-    systems: dict[str, System] = {"engine": engine_system(model, options.threads)}
+    everything = passages(options.data)
+    workloads = {
+        "passages": random.sample(everything, options.texts),
+        "log_normal": log_normal(everything, options.texts * 3, random),
+    }
+    results: dict[str, Any] = {}
+    if options.pool:  # first, while nothing else runs here
+        with pool_systems(model, [16, 32]) as systems:
+            for name in options.workloads:
+                found = compare(systems, workloads[name], model, options.threads, options.repeats)
+                results[f"{name}, two workers"] = {k: v for k, v in found.items() if k != "processor"}
+    systems = {"engine": engine_system(model, options.threads)}
     for name, given in json.loads(options.variants).items():
         systems[name] = engine_system(model, options.threads, **given)
     for batch in options.batches:
         systems[f"sentence-transformers {batch}"] = library_system(model, options.threads, batch)
     if options.batches:
         systems["fixed batches 32"] = fixed_system(model, options.threads, 32)
-    everything = passages()
-    workloads = {
-        "passages": random.sample(everything, options.texts),
-        "log_normal": log_normal(everything, options.texts * 3, random),
-    }
-    results = {
-        name: compare(systems, workloads[name], model, options.threads, options.repeats) for name in options.workloads
-    }
+    for name in options.workloads:
+        results[name] = compare(systems, workloads[name], model, options.threads, options.repeats)
     write_result(options.name, options, results)
 
 

@@ -4,7 +4,7 @@ The largest difference between their vectors, nDCG@10 of both over the test quer
 vectors and 8-bit weights cost.
 
     pip install --no-deps sentence-transformers scikit-learn scipy joblib threadpoolctl narwhals
-    python benchmarks/bench_encoder_quality.py
+    python benchmarks/bench_encoder_quality.py --data dbpedia-entity
 
 Runs on: anywhere.
 """
@@ -15,12 +15,13 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from _common import arguments, write_result
-from bench_encoder import DATA, engine_system, library_system, passages
+from bench_encoder import engine_system, library_system, passages
 
 from daskinfer import demo
 from daskinfer.engines.encoder.pooling import at_precision
@@ -28,13 +29,13 @@ from daskinfer.engines.encoder.pooling import at_precision
 Array = npt.NDArray[Any]
 
 
-def queries() -> tuple[list[str], list[str], dict[str, dict[str, int]]]:
+def queries(folder: Path) -> tuple[list[str], list[str], dict[str, dict[str, int]]]:
     """Ids and texts of the test queries, and the relevance of passages to each."""
     relevant: dict[str, dict[str, int]] = {}
-    for line in (DATA / "qrels" / "test.tsv").read_text().splitlines()[1:]:
+    for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
         query, passage, score = line.split("\t")
         relevant.setdefault(query, {})[passage] = int(score)
-    rows = [json.loads(line) for line in (DATA / "queries.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "queries.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["_id"] in relevant]
     return [row["_id"] for row in rows], [row["text"] for row in rows], relevant
 
@@ -63,10 +64,13 @@ def cosines(exact: Array, found: Array) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", repeats=1, passages=6_000, threads=2).parse_args()
-    model, texts = demo.embedding_model(), passages()[: options.passages]
-    names = [json.loads(line)["_id"] for line in (DATA / "corpus.jsonl").read_text().splitlines()][: len(texts)]
-    ids, asked, relevant = queries()
+    parser = arguments(__doc__ or "", repeats=1, passages=6_000, threads=2)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the passages")
+    options = parser.parse_args()
+    data = options.data
+    model, texts = demo.embedding_model(), passages(data)[: options.passages]
+    names = [json.loads(line)["_id"] for line in (data / "corpus.jsonl").read_text().splitlines()][: len(texts)]
+    ids, asked, relevant = queries(data)
     vectors: dict[str, tuple[Array, Array]] = {}
     seconds: dict[str, float] = {}
     systems = {

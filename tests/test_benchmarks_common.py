@@ -36,7 +36,7 @@ def test_a_result_says_how_and_where_it_was_made(
     path = common.write_result("sorting", options, {"seconds": common.Spread.of([3.0, 1.0, 2.0]), "where": tmp_path})
     written = json.loads(path.read_text())
     assert path == tmp_path / "sorting.json"
-    assert written["command"] == f"python benchmarks/bench_sorting.py --rows 7 --results {tmp_path}"
+    assert written["command"] == f"python benchmarks/bench_sorting.py --rows 7 --results {tmp_path.name}"
     assert written["options"] == {"seed": 0, "repeats": 5, "rows": 7}
     assert written["results"] == {"seconds": {"median": 2.0, "low": 1.0, "high": 3.0, "n": 3}, "where": str(tmp_path)}
     assert written["versions"]["daskinfer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from tests.engines.encoder.models import (
     vectors,
 )
 
-DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "beir" / "dbpedia-entity"
+DATA = "DASKINFER_PASSAGES"
+"""The variable that names a folder with BEIR's dbpedia-entity."""
 LONG = [*TEXTS, " ".join(TEXTS), *TEXTS[:3]]
 
 
@@ -40,9 +42,9 @@ def library() -> Any:
 @pytest.fixture(scope="module")
 def passages() -> list[str]:
     """200 passages of different lengths."""
-    path = DATA / "corpus.jsonl"
+    path = Path(os.environ.get(DATA, "nowhere")) / "corpus.jsonl"
     if not path.is_file():
-        pytest.skip(f"needs the passages in {DATA.name}/corpus.jsonl, which are not part of the project")
+        pytest.skip(f"needs BEIR's dbpedia-entity in ${DATA}, which is not part of the project")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     texts = sorted((f"{row['title']} {row['text']}".strip() for row in rows), key=len)
     return texts[:: len(texts) // 60]
