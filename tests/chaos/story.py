@@ -242,7 +242,9 @@ class _Telling:
             self._tick()
             code = None if self.driver is None else self.driver.poll()
             if code:
-                raise AssertionError(f"the driver ended with {code} before {what}: {self.cluster.log('driver')}")
+                raise AssertionError(
+                    f"the driver ended with {code} before {what}: {self.cluster.log('driver', folder=self.story.folder)}"
+                )
             time.sleep(0.02)
 
     def _tick(self) -> None:
@@ -376,7 +378,7 @@ class _Telling:
         deadline = time.monotonic() + STUCK_S
         while self.driver.poll() is None:
             if time.monotonic() > deadline:
-                raise AssertionError(f"the driver did not end: {self.cluster.log('driver')}")
+                raise AssertionError(f"the driver did not end: {self.cluster.log('driver', folder=self.story.folder)}")
             self._look()
             time.sleep(0.02)
         log = self.cluster.log("driver", folder=self.story.folder)
