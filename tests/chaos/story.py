@@ -37,7 +37,7 @@ __all__ = ["KINDS", "LINK_KINDS", "Fault", "Outcome", "Story", "checked", "plan"
 ENGINE = {"capacity": 8, "lengths": {"seed": 0, "low": 1, "high": 8}}
 STEP_S = 0.01
 STEP_TIMEOUT_S = 3.0
-STUCK_S = 60.0
+STUCK_S = 120.0
 INTERRUPTED = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 KINDS = (
@@ -218,18 +218,8 @@ class _Telling:
 
     def _start_driver(self) -> None:
         options = {**ENGINE, "step_s": STEP_S, "log": str(self._log), "log_events": ["finish"]}
-        command = [
-            "-m",
-            "tests.chaos.journal",
-            "journal",
-            "run",
-            "in.jsonl",
-            "out",
-            "--model",
-            "echo",
-            "--engine",
-            "echo",
-        ]
+        places = [str(self.story.folder / name) for name in ("journal", "in.jsonl", "out")]
+        command = ["-m", "tests.chaos.journal", places[0], "run", *places[1:], "--model", "echo", "--engine", "echo"]
         command += ["--engine-options", json.dumps(options), "--column", "text", "--scheduler", self.cluster.address]
         command += ["--step-timeout", str(STEP_TIMEOUT_S), "--resume"]
         self.driver = self.cluster.spawn("driver", command, folder=self.story.folder)
