@@ -11,7 +11,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,9 @@ from daskinfer.storage.intervals import Intervals
 from daskinfer.storage.singlefile import COMPRESSION
 
 __all__ = [
+    "FOOTER_BYTES",
     "as_stored",
+    "ends_of",
     "ids_of",
     "is_whole",
     "latest_of",
@@ -44,7 +49,9 @@ _ROWS_KEY = b"daskinfer.rows"
 _RUNS_KEY = "daskinfer.runs"
 _RUNS = re.compile(_RUNS_KEY.encode() + rb".{1,9}?:(\d+),(u[1248]),(\d+),([A-Za-z0-9+/=]*);", re.DOTALL)
 _DENSE = 8
-_FOOTER_BYTES = 16 << 10  # most footers of parts are smaller
+_READERS, _PIECE = 8, 32
+FOOTER_BYTES = 16 << 10
+"""Most footers of parts are smaller."""
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:
@@ -115,17 +122,42 @@ def rows_of(path: Path) -> Intervals:
     return Intervals(map(tuple, json.loads(text)))
 
 
-def is_whole(path: Path | str) -> bool:
+def ends_of(paths: Iterable[str], count: int) -> Iterator[tuple[str, bytes, int]]:
+    """Yield each path with the last ``count`` bytes of its file and the file's size, in order.
+
+    Several files are read at a time: where they come from a disk, and not from the system's cache, that takes a tenth of the
+    time. Only some hundred ends are held.
+
+    Raises
+    ------
+    OSError
+        A file cannot be read.
+    """
+
+    def read(piece: Sequence[str]) -> list[tuple[str, bytes, int]]:
+        return [(path, *_end(path, count)) for path in piece]
+
+    left = iter(paths)
+    with ThreadPoolExecutor(_READERS, "daskinfer-ends") as pool:
+        reading: deque[Future[list[tuple[str, bytes, int]]]] = deque()
+        while True:
+            while len(reading) < 2 * _READERS and (piece := list(islice(left, _PIECE))):
+                reading.append(pool.submit(read, piece))
+            if not reading:
+                return
+            yield from reading.popleft().result()
+
+
+def is_whole(end: bytes, size: int) -> bool:
     """Tell whether a Parquet file has its end; a file that was being written in a crash has not."""
-    return _footer_size(*_end(path, 8)) is not None
+    return _footer_size(end, size) is not None
 
 
-def runs_in_footer(path: Path | str) -> Any | None:
+def runs_in_footer(path: str, end: bytes, size: int) -> Any | None:
     """Return the runs of ids that :func:`write_part` kept in a part, as :func:`runs_of` does; None if they are not there.
 
     The footer is searched as bytes, which takes a tenth of the time that Parquet needs to parse it.
     """
-    end, size = _end(path, _FOOTER_BYTES)
     footer = _footer_size(end, size)
     if footer is None:
         return None
@@ -146,7 +178,7 @@ def runs_in_footer(path: Path | str) -> Any | None:
     return np.cumsum(bounds, out=bounds).reshape(-1, 2)
 
 
-def _end(path: Path | str, count: int) -> tuple[bytes, int]:
+def _end(path: str, count: int) -> tuple[bytes, int]:
     """Return the last bytes of a file, and its size."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

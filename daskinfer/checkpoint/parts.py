@@ -15,6 +15,7 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import pyarrow as pa
 
 from daskinfer.checkpoint.layout import Layout, PartName
 from daskinfer.checkpoint.parquetio import (
+    FOOTER_BYTES,
+    ends_of,
     is_whole,
     latest_of,
     merged,
@@ -102,19 +105,21 @@ class Parts:
         nothing unpublished.
         """
         self._parts, held, waiting = [], [], 0
-        for folder, entry, name in self._listed():
+        listed, named = tee(self._listed())
+        ends = ends_of((f"{folder}/{name}" for folder, name in named), FOOTER_BYTES)
+        for (folder, name), (path, end, size) in zip(listed, ends, strict=True):
             self._number = max(self._number, name.number + 1)
-            runs = _runs(f"{folder}/{entry}", name)
+            runs = _runs(name, path, end, size)
             if runs is None:
-                logger.warning("%s is torn; it is deleted and its rows will be redone", folder / entry)
-                self._ops.remove(folder / entry)
+                logger.warning("%s is torn; it is deleted and its rows will be redone", path)
+                self._ops.remove(Path(path))
                 continue
             left = name.count
             if published.overlaps(name.first, name.last + 1):
                 runs = np.array(list(Intervals(runs.tolist()).difference(published)), np.int64).reshape(-1, 2)
                 left = int((runs[:, 1] - runs[:, 0]).sum())
             if not left:
-                self._ops.remove(folder / entry)
+                self._ops.remove(Path(path))
                 continue
             self._parts.append(_Part(folder, name.number, name.first, name.last, name.count, left))
             held.append(runs)
@@ -201,7 +206,7 @@ class Parts:
         except OSError as error:  # it does no harm: their rows are published, so the next run passes over them
             logger.warning("%s: parts could not be deleted (%s)", self._layout.parts, error)
 
-    def _listed(self) -> Iterator[tuple[Path, str, PartName]]:
+    def _listed(self) -> Iterator[tuple[Path, PartName]]:
         if not self._layout.parts.is_dir():
             return
         for folder in sorted(self._layout.parts.iterdir()):
@@ -209,7 +214,7 @@ class Parts:
                 for entry in sorted(os.listdir(folder)):  # noqa: PTH208 - there may be very many, and no paths are wanted
                     name = PartName.parse(entry)
                     if name is not None:
-                        yield folder, entry, name
+                        yield folder, name
 
     def _upto(self, last: int) -> list[_Part]:
         return self._parts[: bisect_right(self._parts, last, key=lambda part: part.first)]
@@ -227,11 +232,11 @@ class Parts:
         return table.column(0).to_numpy(), table.select(range(1, table.num_columns)).cast(self._schema)
 
 
-def _runs(path: str, name: PartName) -> Any:
+def _runs(name: PartName, path: str, end: bytes, size: int) -> Any:
     """Return the runs of ids in a part, or None if it is torn."""
     if name.is_contiguous:
-        return np.array([[name.first, name.last + 1]], np.int64) if is_whole(path) else None
-    runs = runs_in_footer(path)
+        return np.array([[name.first, name.last + 1]], np.int64) if is_whole(end, size) else None
+    runs = runs_in_footer(path, end, size)
     if runs is not None and _fits(runs, name):
         return runs
     with suppress(OSError, pa.ArrowException):  # its footer does not say, as in parts of earlier versions

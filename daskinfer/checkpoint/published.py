@@ -6,6 +6,7 @@ Runs on: client.
 from __future__ import annotations
 
 import logging
+import os
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from daskinfer.checkpoint.layout import EMPTY_DATA, Layout, data_name, data_span
-from daskinfer.checkpoint.parquetio import ids_of, is_whole, positions_of, read_table, rows_of, write_table
+from daskinfer.checkpoint.parquetio import ends_of, ids_of, is_whole, positions_of, read_table, rows_of, write_table
 from daskinfer.errors import OutputError
 from daskinfer.storage.base import FILE_ROWS
 from daskinfer.storage.fileops import FileOps
@@ -89,12 +90,12 @@ class Published:
         OutputError
             Two chunks hold the same rows.
         """
-        for path in sorted(self._layout.folder.iterdir()):
-            span = data_span(path.name)
-            if span is None:
-                continue
-            first, last = span
-            if not is_whole(path):
+        folder = self._layout.folder
+        spans = sorted(span for name in os.listdir(folder) if (span := data_span(name)))  # noqa: PTH208 - maybe very many
+        ends = ends_of((f"{folder}/{data_name(*span)}" for span in spans), 8)
+        for (first, last), (place, end, size) in zip(spans, ends, strict=True):
+            path = Path(place)
+            if not is_whole(end, size):
                 logger.warning("%s is torn; it is set aside and its rows will be redone", path)
                 self._ops.replace(path, path.with_name(f"_damaged-{path.name}"))
                 continue

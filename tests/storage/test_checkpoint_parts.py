@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from daskinfer.checkpoint import CheckpointPolicy
 from daskinfer.checkpoint.layout import Layout, PartName, data_name, data_span, locate
 from daskinfer.checkpoint.parquetio import (
+    ends_of,
     ids_of,
     is_whole,
     latest_of,
@@ -142,7 +143,8 @@ def test_the_footer_of_a_part_says_its_ids(scattered: set[int], run: int) -> Non
     with TemporaryDirectory() as folder:
         path = Path(folder, "p")
         write_part(path, Path(folder, "t"), pa.table({"a": ids}), FaultyOps(), ids)
-        found = runs_in_footer(path)
+        [ended] = ends_of([str(path)], 8 + run)
+        found = runs_in_footer(*ended)
         assert found is not None
         assert np.array_equal(found, runs_of(ids))
         assert pq.read_table(path).column("a").to_numpy().tolist() == ids.tolist()
@@ -171,6 +173,21 @@ def test_runs_of_many_parts_are_merged(groups: list[list[tuple[int, int]]]) -> N
     assert Intervals.from_runs(*found.T) == Intervals(pair for group in pairs for pair in group)
     far = merged([*(np.array(group, np.int64).reshape(-1, 2) for group in pairs), np.array([[2**61, 2**61 + 1]])])
     assert far.tolist() == [*found.tolist(), [2**61, 2**61 + 1]]
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 33, 700])
+def test_ends_of_files_come_in_order(tmp_path: Path, count: int) -> None:
+    paths = [tmp_path / f"{number}" for number in range(count)]
+    for number, path in enumerate(paths):
+        path.write_bytes(b"x" * (number % 3) + b"%d" % number)
+    found = list(ends_of(map(str, paths), 3))
+    assert [path for path, _, _ in found] == list(map(str, paths))
+    assert all(
+        path.read_bytes().endswith(end) and len(end) == min(3, size)
+        for path, (_, end, size) in zip(paths, found, strict=True)
+    )
+    with pytest.raises(FileNotFoundError):
+        list(ends_of([*map(str, paths), str(tmp_path / "none")], 3))
 
 
 def test_runs_are_merged_before_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +261,8 @@ def test_c36_a_torn_published_chunk_is_set_aside_and_redone(tmp_path: Path, capl
     path = sorted((tmp_path / "out").glob("data-*"))[1]
     rows = pq.read_table(path, partitioning=None).column("id").to_pylist()
     path.write_bytes(path.read_bytes()[:-10])
-    assert not is_whole(path)
+    [(_, end, size)] = ends_of([str(path)], 8)
+    assert not is_whole(end, size)
     with opened(tmp_path / "out", input_ := source(), resume=True) as checkpoint:
         assert "set aside" in caplog.text
         again = Run()
