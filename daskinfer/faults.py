@@ -213,7 +213,8 @@ def judge_undone(
     if rule.do is not Do.QUARANTINE:
         return Verdict(rule.do, kind=str(fault.kind), message=fault.message)
     what = f"its worker was lost ({fault.message})" if lost else fault.message
-    message = f"{what}, with this row alone in it ({history.deaths} deaths with this row on board)"
+    deaths = "1 death" if history.deaths == 1 else f"{history.deaths} deaths"
+    message = f"{what}, with this row alone in it ({deaths} with this row on board)"
     return Verdict(rule.do, kind=str(fault.kind), message=message)
 
 
