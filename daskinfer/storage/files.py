@@ -8,9 +8,10 @@ from __future__ import annotations
 import gzip
 import io
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
 from glob import glob
@@ -22,7 +23,7 @@ import pyarrow as pa
 from daskinfer.errors import SourceError, describe
 from daskinfer.storage.base import FileInfo
 
-__all__ = ["KINDS", "FileSet", "find_files", "kind_of", "located"]
+__all__ = ["KINDS", "FileSet", "find_files", "kind_of", "located", "without_secrets"]
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -34,6 +35,7 @@ KINDS = {
     ".tsv": "tsv",
 }
 _COMPRESSED = (".gz", ".zst")
+_USER, _QUERY = re.compile(r"(?<=://)[^/@\s]*@"), re.compile(r"(://[^\s'\"?]*)\?[^\s'\"=]*=[^\s'\"]*")
 _READABLE = "give .jsonl, .ndjson, .json (one object per line), .parquet, .csv or .tsv; text may end in .gz or .zst"
 
 
@@ -52,6 +54,8 @@ class FileSet:
         None for local files.
     shape : {"file", "folder", "pattern"}
         How they were asked for, which says what else would become input.
+    real : mapping of str to str
+        URL without secrets → URL, where they differ.
     """
 
     name: str
@@ -59,6 +63,7 @@ class FileSet:
     files: tuple[FileInfo, ...]
     fs: Any
     shape: str
+    real: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @contextmanager
     def open(self, path: str) -> Iterator[BinaryIO]:
@@ -71,10 +76,12 @@ class FileSet:
         """
         with ExitStack() as stack:
             try:
-                opened = Path(path).open("rb") if self.fs is None else self.fs.open(path, "rb")  # noqa: SIM115 - next line
+                place = self.real.get(path, path)
+                opened = Path(path).open("rb") if self.fs is None else self.fs.open(place, "rb")  # noqa: SIM115 - next line
                 raw = stack.enter_context(opened)
             except OSError as error:
-                reason = f"cannot be opened ({describe(error)}); check that it exists and is readable"
+                said = without_secrets(describe(error))
+                reason = f"cannot be opened ({said}); check that it exists and is readable"
                 raise SourceError(path, reason) from None
             if path.endswith(".gz"):
                 raw = stack.enter_context(gzip.GzipFile(fileobj=raw))
@@ -145,9 +152,21 @@ def _find_remote(url: str) -> FileSet:
     except (ImportError, ValueError, OSError) as error:
         if isinstance(error, SourceError):
             raise
+        said = without_secrets(describe(error))
         raise SourceError(
-            url, f"cannot be reached ({describe(error)}); check the address and install what its protocol needs"
+            without_secrets(url), f"cannot be reached ({said}); check the address and install what its protocol needs"
         ) from None
+
+
+def without_secrets(text: str) -> str:
+    """Return a URL, or a text with some, without users, passwords and query parameters such as signatures.
+
+    Examples
+    --------
+    >>> without_secrets("sftp://me:secret@host/a.csv and https://host/b.csv?sig=secret")
+    'sftp://host/a.csv and https://host/b.csv'
+    """
+    return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
 def _is_pattern(path: str) -> bool:
@@ -170,7 +189,9 @@ def _folder(folder: str, entries: Sequence[tuple[str, bool]]) -> list[str]:
     return [f"{folder.rstrip('/')}/{name}" for name in sorted(name for name, _ in visible)]
 
 
-def _found(name: str, paths: list[str], fs: Any, shape: str) -> FileSet:
+def _found(name: str, addresses: list[str], fs: Any, shape: str) -> FileSet:
+    plain = {address: address if fs is None else without_secrets(address) for address in addresses}
+    name, paths = name if fs is None else without_secrets(name), list(plain.values())
     if not paths:
         what = {"file": "does not exist", "folder": "holds no input files", "pattern": "matches no files"}[shape]
         raise SourceError(name, f"{what}; {_READABLE}")
@@ -185,12 +206,15 @@ def _found(name: str, paths: list[str], fs: Any, shape: str) -> FileSet:
         raise SourceError(
             name, f"holds files of different kinds ({listed}); give each kind its own folder, or a pattern"
         )
-    return FileSet(name, next(iter(kinds)), tuple(_look(path, fs) for path in paths), fs, shape)
+    real = {path: address for address, path in plain.items() if path != address}
+    return FileSet(
+        name, next(iter(kinds)), tuple(_look(path, address, fs) for address, path in plain.items()), fs, shape, real
+    )
 
 
-def _look(path: str, fs: Any) -> FileInfo:
+def _look(path: str, address: str, fs: Any) -> FileInfo:
     if fs is not None:
-        info = fs.info(path)
+        info = fs.info(address)
         found = (info[k] for k in ("mtime", "LastModified", "last_modified", "updated", "created") if info.get(k))
         changed = next(found, None)
         mtime = changed.timestamp() if isinstance(changed, datetime) else changed

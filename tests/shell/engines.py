@@ -99,3 +99,46 @@ class DaemonEngine(BatchEngine):
 
     def stats(self) -> EngineStats:
         return EngineStats(extra={"helper": self.helper.pid})
+
+
+class QuotingEngine(BatchEngine):
+    """Dies with its prompt on its lips."""
+
+    def load(self) -> None: ...
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[str]:
+        raise SystemExit(f"cannot answer {requests[0].input}")
+
+
+class TelltaleEngine(QuotingEngine):
+    """Prints its prompt before."""
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[str]:
+        print(requests[0].input)
+        sys.stderr.write(f"{requests[0].input}\n")
+        return super().infer(requests)
+
+
+class UnpicklableEngine(BatchEngine):
+    """Answers with something that cannot be sent, and that shows the prompt."""
+
+    def load(self) -> None: ...
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[object]:
+        class Answer:
+            def __init__(self, text: object) -> None:
+                self.text, self.lock = text, threading.Lock()
+
+            def __repr__(self) -> str:
+                return f"<Answer to {self.text}>"
+
+        return [Answer(request.input) for request in requests]
+
+
+class TokenEngine(BatchEngine):
+    """Answers with the token in its environment."""
+
+    def load(self) -> None: ...
+
+    def infer(self, requests: Sequence[Request]) -> Sequence[str]:
+        return [os.environ.get("HF_TOKEN", "") for _ in requests]
