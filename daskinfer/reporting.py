@@ -45,7 +45,8 @@ _PAGE = """{% from macros import embed %}<!DOCTYPE html>
 <div class="di-3"><h2>Rows</h2><div class="di-chart">{{ embed(roots.rows) }}</div></div>
 <div class="di-3"><h2>How full the engines were</h2><div class="di-chart">{{ embed(roots.use) }}</div></div>
 <div class="di-3"><h2>How long a step took</h2><div class="di-chart">{{ embed(roots.steps) }}</div></div>
-<div class="di-6"><h2>Workers</h2><div class="di-chart" style="height:{{ height }}px">{{ embed(roots.workers) }}</div></div>
+<div class="di-6"><h2>Workers</h2><div class="di-chart" style="height:{{ height }}px">{{ embed(roots.workers) }}</div>
+<small>Blue loading, green ready, orange restarting, red lost or failed, grey other.</small></div>
 <div class="di-3"><h2>Failures by cause</h2>{{ failures }}</div>
 <div class="di-3"><h2>Slowest rows</h2>{{ slowest }}</div>
 <div class="di-3"><h2>What came out</h2>{{ counts }}</div>

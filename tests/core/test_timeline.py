@@ -61,10 +61,12 @@ def test_workers_have_spans_also_those_that_join_and_those_that_are_lost() -> No
         WorkersSeen(3, (view("a"), view("b"))),
         WorkersSeen(4, (view("b"), view("a", "lost"))),
         WorkersSeen(6, (view("b"),)),
+        WorkersSeen(8, ()),
+        WorkersSeen(9, ()),
     )
     assert made.workers == {
         "a": (Span("loading", 1, 1), Span("ready", 1, 3), Span("lost", 3, 4)),
-        "b": (Span("loading", 2, 2), Span("ready", 2, 6)),
+        "b": (Span("loading", 2, 2), Span("ready", 2, 6), Span("lost", 6, 8)),
     }
 
 
@@ -78,11 +80,11 @@ def test_memory_does_not_grow_with_the_run() -> None:
     recorder = Recorder()
     recorder(RunStarted(0, None))
     sizes = []
-    for n in range(1, 6_001):
+    for n in range(1, 14_001):
         state = "ready" if n % 2 else "restarting"
         recorder(WorkersSeen(n, tuple(view(f"w-{n % 400}-{i}", state) for i in range(2))))
         recorder(RowsResolved(n, 3, 0, Usage(1, 1)))
-        if n in (2_000, 6_000):
+        if n in (11_000, 14_000):
             sizes.append(len(pickle.dumps(recorder)))
     made = recorder.timeline
     assert sizes[1] < 1.5 * sizes[0]

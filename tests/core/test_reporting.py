@@ -1,0 +1,92 @@
+"""The files beside an output, and the page that opens without a network."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daskinfer.metrics import Metrics
+from daskinfer.records import (
+    BatchReturned,
+    BatchSubmitted,
+    Failed,
+    RowsResolved,
+    RunEnded,
+    RunStarted,
+    Timings,
+    Usage,
+    WorkersSeen,
+    WorkerView,
+)
+from daskinfer.report import RunReport, report_from
+from daskinfer.reporting import page, paths, write
+from daskinfer.timeline import Recorder
+
+
+def whole_run(path: str, seconds: float = 20.0) -> RunReport:
+    metrics, recorder = Metrics(), Recorder()
+    figures = {"full_steps": 0, "full_row_steps": 0, "step_bins": [10, 0]}
+    later = {"full_steps": 10, "full_row_steps": 20, "step_bins": [10, 10], "ram_bytes": 3_000_000}
+    failed = Failed(7, "too_long", "<script>alert(1)</script>", worker="tcp://a")
+    events: list[Any] = [
+        RunStarted(0.0, 10),
+        WorkersSeen(0.5, (WorkerView("tcp://a", "ready", 4, 8, "", figures),)),
+        BatchSubmitted(1.0, "k", 10, 0),
+        BatchReturned(2.0, "k", 10, "tcp://a", Usage(5, 5), Timings(0.1, 1.0, last=3), answered=10),
+        RowsResolved(2.0, 9, 1, Usage(50, 90), (failed,)),
+        WorkersSeen(seconds, (WorkerView("tcp://a", "ready", 4, 8, "", later),)),
+        RunEnded(seconds, "done"),
+    ]
+    for event in events:
+        metrics.apply(event)
+        recorder(event)
+    about = {"model": "m", "engine": "e", "seed": 1, "began": 0.0, "settings": {"model": "m", "prompt": "Say {x}"}}
+    return report_from(
+        metrics.snapshot(), path=path, versions={"daskinfer": "1"}, about=about, timeline=recorder.timeline
+    )
+
+
+def test_where_the_files_are(tmp_path: Path) -> None:
+    assert paths(str(tmp_path)) == (tmp_path / "_report.html", tmp_path / "_report.json")
+    assert paths("out/answers.jsonl") == (Path("out/answers.report.html"), Path("out/answers.report.json"))
+    assert paths("s3://bucket/out/") is None
+
+
+def test_a_long_run_gets_a_page_and_a_short_one_only_when_asked_for(tmp_path: Path) -> None:
+    assert write(whole_run(str(tmp_path))) == tmp_path / "_report.html"
+    assert write(whole_run(str(tmp_path / "a.csv"), seconds=3.0)) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"_report.html", "_report.json", "a.report.json"}
+    assert write(whole_run(str(tmp_path / "a.csv"), seconds=3.0), html=True) == tmp_path / "a.report.html"
+    assert write(whole_run("s3://bucket/out/")) is None
+    told = json.loads((tmp_path / "_report.json").read_text())
+    assert (told["rows"], told["completed"], told["failed"], told["occupancy"]) == (10, 9, 1, 0.5)
+    assert told["slowest"] == [{"row": 3, "seconds": 1.0, "worker": "tcp://a"}]
+    assert told["timeline"]["workers"]["tcp://a"][0]["state"] == "ready"
+    assert told["about"]["settings"] == {"model": "m", "prompt": "Say {x}"}
+
+
+def test_the_page_needs_nothing_else_and_escapes_what_it_is_told(tmp_path: Path) -> None:
+    text = page(whole_run(str(tmp_path)))
+    markup = re.sub(r"(<script[^>]*>).*?</script>", r"\1", text, flags=re.DOTALL)
+    assert not re.search(r"<link|<script[^>]*src=|url\(|https?://", markup)
+    assert "<script>alert(1)" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    for part in ("Say {x}", "row 7", "Engines were 50 % full", "row 3"):
+        assert part in text
+
+
+def test_without_bokeh_or_a_place_to_write_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    assert write(whole_run(str(tmp_path)), html=True) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"_report.json"}
+    assert write(whole_run(str(tmp_path / "gone" / "answers.jsonl"))) is None
+    assert "the report could not be written" in caplog.text
+
+
+def test_a_report_of_nothing_can_be_shown() -> None:
+    assert "No row has failed." in page(report_from(Metrics().snapshot(), versions={}))
