@@ -47,7 +47,8 @@ class Driver(Service):
         A local folder, a GGUF file, a hub name; or the whole specification; or a configuration by the names of
         :mod:`daskinfer.driver.sketch`, for which the other arguments count where it says nothing.
     task : {"auto", "generate", "embed", "classify", "score"}
-        "auto" is what the model's files say that it was made for, and "generate" where they cannot be read here.
+        "auto" is what the model's files say that it was made for, and "generate" where they cannot be read here or the
+        engine is another than "auto" and "encoder".
     engine : str or class
         "auto", the name of a registered engine, ``pkg.mod:Class``, or an engine class of your own.
     engine_options : dict
@@ -119,7 +120,7 @@ class Driver(Service):
         else:
             fields = {
                 "model": os.fspath(model),
-                "task": task_of(os.fspath(model), spec.get("revision")) if task == "auto" else task,
+                "task": _task(task, engine, os.fspath(model), spec.get("revision")),
                 "isolation": isolation,
                 "options": dict(engine_options or {}),
                 **spec,
@@ -420,7 +421,8 @@ class Driver(Service):
         keep : sequence of str
             Input columns to write; None: all.
         output_column : str
-            Name of the column with the answers, beside ``finish_reason, prompt_tokens, completion_tokens, truncated_tokens, error``.
+            Name of the column with the answers, beside ``finish_reason, prompt_tokens, completion_tokens,
+            truncated_tokens, error``.
         raw, system
             As for :meth:`generate`.
         params : SamplingParams or dict
@@ -485,3 +487,9 @@ class Driver(Service):
             report=report,
         )
         return execute(self, source, sink, options)
+
+
+def _task(task: str, engine: str | type, model: str, revision: str | None) -> str:
+    if task != "auto":
+        return task
+    return task_of(model, revision) if engine in ("auto", "encoder") else "generate"
