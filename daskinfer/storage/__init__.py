@@ -23,11 +23,11 @@ def open_source(obj: Any, *, name: str | None = None) -> Source:
 
     Parameters
     ----------
-    obj : path, pandas.DataFrame or iterable
+    obj : path, DataFrame or iterable
         - A path, a folder of files of one kind, a glob pattern, or an fsspec URL. Kinds: JSON Lines (``.jsonl``,
           ``.ndjson``, ``.json``), ``.parquet``, ``.csv``, ``.tsv``; text may be compressed (``.gz``, ``.zst``). In
           folders, names that start with ``_`` or ``.`` are passed over.
-        - A pandas DataFrame.
+        - A pandas or dask DataFrame.
         - Texts, conversations (lists of messages) or mappings of column to value, in a sequence or an iterator. The
           iterator is read once, lazily.
     name : str
@@ -47,6 +47,10 @@ def open_source(obj: Any, *, name: str | None = None) -> Source:
         from daskinfer.storage.frame import FrameSource
 
         return FrameSource(obj, name or "the DataFrame")
+    if kind.startswith("dask.dataframe") and hasattr(obj, "partitions") and hasattr(obj, "columns"):
+        from daskinfer.storage.partitions import PartitionsSource
+
+        return PartitionsSource(obj, name or "the dask DataFrame")
     other = isinstance(obj, bytes | Mapping | AbstractSet) or kind.startswith("dask") or hasattr(obj, "iter_rows")
     if other or not isinstance(obj, Iterable):
         raise SourceError(

@@ -48,4 +48,4 @@ def text_frame(values: list[Any], dtype: str = "string[pyarrow]") -> Any:
     """A frame with one column of text."""
     import pandas as pd
 
-    return pd.DataFrame({"text": pd.array(values, dtype=dtype)})
+    return pd.DataFrame({"text": pd.Series(values, dtype=dtype)})

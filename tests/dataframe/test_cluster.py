@@ -174,7 +174,7 @@ def test_a_worker_that_dies_costs_its_partitions_again(echo_log: Path, tmp_path:
     frame, ddf = forty(200)
     spec = echo_spec(log=echo_log, step_s=0.02, capacity=4)
     with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,  # type: ignore[no-untyped-call]
+        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         pids = list(client.run(os.getpid).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from daskinfer.dataframe.expr import InferredFrame
 from daskinfer.dataframe.partition import infer_partition
 from daskinfer.errors import RowFailedError
 from daskinfer.testing import call_counts, echo_spec, loads, read_log
-from tests.dataframe.engines import LoadsNowhere, Rows
+from tests.dataframe.engines import LoadsNowhere, Rows, ShowInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword")  # Dask writes Parquet with it
 
@@ -140,6 +141,18 @@ def test_sampled_rows_are_seeded_by_partition_and_place() -> None:
     assert all(output["seeded"] for output in made["output"])
 
 
+def test_c09_conversations_from_parquet_are_those_that_were_written(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+        [{"role": "user", "content": "a", "name": "Al"}, {"role": "user", "content": "c"}],
+    ]
+    frame: Any = pd.DataFrame({"messages": chats})
+    frame.to_parquet(tmp_path / "chats.parquet")
+    made = dd.read_parquet(tmp_path / "chats.parquet").infer.apply(ShowInput, messages="messages", isolation="thread")
+    assert [json.loads(text) for text in made["output"].compute()] == chats
+
+
 # ---------------------------------------------------------------- what the optimiser does
 
 
@@ -198,7 +211,7 @@ def test_answers_that_are_used_filtered_and_whole_are_inferred_once(
     stored: Any, light: ModelSpec, echo_log: Path
 ) -> None:
     made = stored.infer.generate("{text}", model=light)
-    english, whole = compute(made[made.lang == "en"].output.count(), made.output.count())  # type: ignore[no-untyped-call]
+    english, whole = compute(made[made.lang == "en"].output.count(), made.output.count())
     assert (english, whole) == (10, 20)
     joined = made.assign(same=made.output == made.output, long=stored.n)
     assert joined.compute()["same"].count() == 20
