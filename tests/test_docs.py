@@ -245,7 +245,7 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_the_example_of_vectors_runs(tmp_path: Path) -> None:
-    code = blocks("README.md", "python")[1]
+    code = blocks("README.md", "python")[-1]
     model = 'Driver("sentence-transformers/all-MiniLM-L6-v2", task="embed")'
     assert model in code
     options = 'engine="echo", engine_options={"output": "vector", "dims": 384}'
