@@ -17,7 +17,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +55,54 @@ def cluster_in(folder: Path, places: list[Place]) -> ProcessCluster:
     return ProcessCluster(folder, places)
 
 
-def row_of(outcome: Outcome, undisturbed_s: float) -> dict[str, Any]:
-    """Return a seed's line of the table."""
-    return {
-        "seed": outcome.seed,
-        "faults": dict(sorted(outcome.faults.items())),
-        "lost": outcome.lost,
-        "duplicated": outcome.duplicated,
-        "failed": outcome.failed,
-        "recomputed": outcome.recomputed,
-        "in_flight": outcome.in_flight,
-        "drivers": outcome.drivers,
-        "seconds": round(outcome.seconds, 1),
-        "seconds_lost": round(outcome.seconds - undisturbed_s, 1),
-    }
+@dataclass
+class Table:
+    """What came of the seeds so far."""
 
+    missing: str
+    calm: Outcome
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    injected: Counter[str] = field(default_factory=Counter)
 
-def shown(rows: list[dict[str, Any]], injected: Counter[str]) -> str:
-    """Return the table as text."""
-    names = ("seed", "lost", "duplicated", "failed", "recomputed", "in_flight", "drivers", "seconds_lost")
-    lines = ["  ".join(f"{name:>12}" for name in ("faults", *names))]
-    lines += ["  ".join(f"{value:>12}" for value in (sum(r["faults"].values()), *(r[n] for n in names))) for r in rows]
-    return "\n".join([*lines, "", *(f"{kind:<20}{count:>4}" for kind, count in sorted(injected.items()))])
+    def add(self, outcome: Outcome) -> None:
+        """Take a seed's outcome in, and compare its output with that of the undisturbed run."""
+        self.rows.append(
+            {
+                "seed": outcome.seed,
+                "faults": dict(sorted(outcome.faults.items())),
+                "lost": outcome.lost,
+                "duplicated": outcome.duplicated,
+                "failed": outcome.failed,
+                "recomputed": outcome.recomputed,
+                "in_flight": outcome.in_flight,
+                "drivers": outcome.drivers,
+                "seconds": round(outcome.seconds, 1),
+                "seconds_lost": round(outcome.seconds - self.calm.seconds, 1),
+            }
+        )
+        self.injected += outcome.faults
+        self.wrong += [f"seed {outcome.seed}: {what}" for what in checked(outcome, self.calm.table)]
+
+    def results(self) -> dict[str, Any]:
+        """Return all of it, for the file."""
+        sums = ("lost", "duplicated", "failed", "recomputed", "in_flight")
+        return {
+            "links": self.missing or "yes",
+            "undisturbed_seconds": round(self.calm.seconds, 1),
+            "faults_injected": dict(sorted(self.injected.items())),
+            "totals": {name: sum(row[name] for row in self.rows) for name in sums},
+            "wrong": self.wrong,
+            "seeds": self.rows,
+        }
+
+    def __str__(self) -> str:
+        names = ("seed", "lost", "duplicated", "failed", "recomputed", "in_flight", "drivers", "seconds_lost")
+        lines = ["  ".join(f"{name:>12}" for name in ("faults", *names))]
+        for row in self.rows:
+            lines.append("  ".join(f"{it:>12}" for it in (sum(row["faults"].values()), *(row[name] for name in names))))
+        counts = (f"{kind:<20}{count:>4}" for kind, count in sorted(self.injected.items()))
+        return "\n".join([*lines, "", *counts, *self.wrong])
 
 
 def main() -> None:
@@ -84,43 +112,28 @@ def main() -> None:
     print(machine_line())
     missing = missing_for_links()
     print(f"without links: needs {missing}" if missing else "with links", flush=True)
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    injected: Counter[str] = Counter()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = () if missing else stack.enter_context(links(options.workers))
         plain = stack.enter_context(cluster_in(home / "plain", [Place()] * options.workers))
         linked = stack.enter_context(cluster_in(home / "linked", [link.place for link in made])) if made else plain
         told(0, home / "first", options, plain, faults=0)  # so that all have started
-        calm = told(0, home / "undisturbed", options, plain, faults=0)
-        print(f"undisturbed: {calm.seconds:.1f} s", flush=True)
+        table = Table(missing, told(0, home / "undisturbed", options, plain, faults=0))
+        print(f"undisturbed: {table.calm.seconds:.1f} s", flush=True)
         for seed in range(options.seed, options.seed + options.seeds):
             print(f"seed {seed}, {time.strftime('%H:%M:%S')}", flush=True)
-            folder = home / f"seed{seed}"
             where = (linked, made) if made and seed % 3 == 2 else (plain,)
             try:
-                outcome = told(seed, folder, options, *where, faults=options.faults)
+                table.add(told(seed, home / f"seed{seed}", options, *where, faults=options.faults))
+                print(table.rows[-1], flush=True)
             except AssertionError as error:
-                wrong.append(f"seed {seed}: {error}")
-                print(wrong[-1], flush=True)
-                continue
-            rows.append(row_of(outcome, calm.seconds))
-            injected += outcome.faults
-            wrong += [f"seed {seed}: {what}" for what in checked(outcome, calm.table)]
-            print(rows[-1], flush=True)
-    print(shown(rows, injected))
-    print("\n".join(wrong))
-    results = {
-        "links": missing or "yes",
-        "undisturbed_seconds": round(calm.seconds, 1),
-        "faults_injected": dict(sorted(injected.items())),
-        "totals": {name: sum(row[name] for row in rows) for name in ("lost", "duplicated", "failed", "recomputed")},
-        "wrong": wrong,
-        "seeds": rows,
-    }
-    write_result("chaos", options, results)
-    sys.exit(bool(wrong))
+                table.wrong.append(f"seed {seed}: {error}")
+                print(table.wrong[-1], flush=True)
+            with redirect_stdout(StringIO()):  # what is there when somebody stops it counts
+                write_result("chaos", options, table.results())
+    print(table)
+    write_result("chaos", options, table.results())
+    sys.exit(bool(table.wrong))
 
 
 if __name__ == "__main__":
