@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from daskinfer.errors import ConfigError, UnknownOptionError
 
-__all__ = ["BatchPolicy", "FramePolicy", "HealthPolicy", "ModelSpec", "RetryPolicy", "from_mapping"]
+__all__ = ["BatchPolicy", "FramePolicy", "HealthPolicy", "ModelSpec", "RetryPolicy", "ShowPolicy", "from_mapping"]
 
 TASKS = ("generate", "embed", "classify", "score")
 ISOLATIONS = ("auto", "process", "thread")
@@ -282,6 +282,22 @@ class FramePolicy:
     def __post_init__(self) -> None:
         _check_types(self)
         _check(self, ("idle_s", self.idle_s >= 0, "at least 0"))
+
+
+@dataclass(frozen=True, slots=True)
+class ShowPolicy:
+    """What is shown of rows on the scheduler's page.
+
+    Parameters
+    ----------
+    messages : bool
+        Also why rows failed; such a message may quote the row.
+    """
+
+    messages: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str | None = None) -> T:

@@ -268,10 +268,12 @@ class NotebookProgress(Progress):
         from html import escape
 
         text = status(snapshot) if snapshot.state in ("waiting", "running") else summary(snapshot)
-        lines = [text, *map(one_line, snapshot.notes[-_MAX_NOTES:])]
-        finished = snapshot.skipped + snapshot.done
-        bar = f'<progress value="{finished}" max="{snapshot.total}"></progress> ' if snapshot.total else ""
-        content = {"text/plain": "\n".join(lines), "text/html": bar + "<br>".join(map(escape, lines))}
+        notes = [*map(one_line, snapshot.notes[-_MAX_NOTES:])]
+        shown = "".join(f"<div>{escape(note)}</div>" for note in notes)
+        content = {
+            "text/plain": "\n".join([text, *notes]),
+            "text/html": f'<div style="font-family:sans-serif;font-size:13px">{_bar(snapshot)}{escape(text)}{shown}</div>',
+        }
         if self._handle is None:
             self._handle = self._displayed(content)
         else:
@@ -281,6 +283,18 @@ class NotebookProgress(Progress):
         if self._display is None:
             self._display = import_module("IPython.display").display
         return self._display(content, raw=True, display_id=True)
+
+
+def _bar(snapshot: Snapshot) -> str:
+    """Return a bar: done before, completed, failed; nothing where the total is not known."""
+    if not snapshot.total:
+        return ""
+    parts = ((snapshot.skipped, "#9AA3AF"), (snapshot.completed, "#0072B2"), (snapshot.failed, "#D55E00"))
+    spans = "".join(
+        f'<span style="width:{100 * rows / snapshot.total:.2f}%;background:{colour}"></span>' for rows, colour in parts
+    )
+    box = "display:flex;height:8px;max-width:640px;border-radius:4px;overflow:hidden;background:rgba(128,128,128,.25)"
+    return f'<div style="{box};margin-bottom:3px">{spans}</div>'
 
 
 def _in_notebook() -> bool:

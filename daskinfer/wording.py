@@ -64,10 +64,10 @@ def details(snapshot: Snapshot) -> list[str]:
         parts.append(f"{snapshot.state} in {duration(snapshot.elapsed_s)}")
     elif snapshot.eta_s and snapshot.remaining:
         parts.append(time_left(snapshot.eta_s))
+    if rates:
+        parts.append(f"{rates.rows_per_s:,.1f} rows/s")
     if rates and (rates.prompt_tokens_per_s or rates.completion_tokens_per_s):
         parts.append(f"{rates.prompt_tokens_per_s:,.0f} tokens/s in, {rates.completion_tokens_per_s:,.0f} out")
-    elif rates:
-        parts.append(f"{rates.rows_per_s:,.1f} rows/s")
     parts.append(f"{snapshot.worker_states.get('ready', 0)}/{len(snapshot.workers)} workers ready")
     return parts
 

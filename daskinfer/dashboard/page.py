@@ -78,7 +78,7 @@ Part = tuple[Any, Callable[[Picture, Board], None]]
 
 
 def _div(name: str) -> Any:
-    return Div(name=name, text="", sizing_mode="stretch_width", stylesheets=[InlineStyleSheet(css=CSS)])
+    return Div(name=name, text="", margin=0, sizing_mode="stretch_width", stylesheets=[InlineStyleSheet(css=CSS)])
 
 
 def _summary() -> Part:

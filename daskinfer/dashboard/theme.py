@@ -71,7 +71,7 @@ CSS = """
 .bk-clearfix{display:block;width:100%}
 *{box-sizing:border-box}
 .di-root{font:14px/1.4 system-ui,sans-serif;color:var(--di-text);width:100%}
-.di-tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(104px,1fr));gap:6px 10px;margin-top:8px}
+.di-tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(150px,30%),1fr));gap:6px 8px;margin-top:8px}
 .di-tile small{display:block;font-size:11.5px;color:var(--di-text);white-space:nowrap}
 .di-tile b{display:block;font-size:18px;line-height:1.25;color:var(--di-strong);font-variant-numeric:tabular-nums;
  white-space:nowrap}
@@ -87,7 +87,7 @@ table{border-collapse:collapse;width:100%;font-size:12.5px}
 th{text-align:left;font-weight:600;color:var(--di-text);position:sticky;top:0;background:var(--di-card)}
 td,th{padding:2px 8px 2px 0;vertical-align:middle}
 td{border-top:1px solid var(--di-grid);font-variant-numeric:tabular-nums}
-.di-n{text-align:right}
+.di-n{text-align:right;white-space:nowrap}
 .di-wide{width:30%;min-width:60px}.di-wide .di-bar{height:9px;margin:0}
 .di-bad{color:var(--di-red);font-weight:600}
 .di-cut{max-width:320px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import dask
 
-from daskinfer.config import BatchPolicy, FramePolicy, HealthPolicy, RetryPolicy, from_mapping
+from daskinfer.config import BatchPolicy, FramePolicy, HealthPolicy, RetryPolicy, ShowPolicy, from_mapping
 
 __all__ = ["DEFAULTS", "SECTIONS", "configured"]
 
@@ -23,6 +23,7 @@ SECTIONS: dict[type, str] = {
     RetryPolicy: "retry",
     HealthPolicy: "health",
     FramePolicy: "dataframe",
+    ShowPolicy: "show",
 }
 T = TypeVar("T")
 

@@ -15,9 +15,8 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-import dask
-
-from daskinfer.config import ModelSpec
+from daskinfer.config import ModelSpec, ShowPolicy
+from daskinfer.driver.settings import configured
 from daskinfer.metrics import Metrics
 from daskinfer.records import (
     Completed,
@@ -34,8 +33,6 @@ from daskinfer.records import (
 __all__ = ["JobEvents", "Telling", "name_of"]
 
 EVERY_S = 0.5
-MESSAGES = "daskinfer.show.messages"
-"""Key of the configuration: whether the page says why a row failed, which may quote the row."""
 
 
 class Telling:
@@ -103,7 +100,7 @@ class JobEvents:
 
     def _snapshot(self) -> dict[str, Any]:
         shown = self.metrics.snapshot().to_dict(workers=False)
-        if not dask.config.get(MESSAGES, default=False):
+        if not configured(ShowPolicy).messages:
             for named in (*shown["failures"], *shown["errors"]):
                 named["message"] = ""
             shown["notes"] = []

@@ -74,6 +74,7 @@ def test_c60_a_file_gets_at_most_60_lines_with_final_counts(tmp_path: Path) -> N
     assert lines[-1] == f"daskinfer: done in 8 min 21 s: {FINAL}"
     assert "\r" not in "".join(lines)
     assert "tokens/s in" in lines[3]
+    assert " rows/s, " in lines[3]
     assert "min left" in lines[3]
     assert "3/4 workers ready" in lines[3]
 
@@ -323,7 +324,8 @@ def test_c60_a_notebook_has_one_output_per_run() -> None:
     first, second = display.outputs
     assert len(first) == len(second) <= 105
     assert FINAL in first[-1]["text/plain"]
-    assert '<progress value="8000" max="8000">' in first[-1]["text/html"]
+    assert "width:87.50%;background:#0072B2" in first[-1]["text/html"]
+    assert "width:12.50%;background:#D55E00" in first[-1]["text/html"]
 
 
 def test_a_notebook_escapes_notes() -> None:
@@ -333,8 +335,8 @@ def test_a_notebook_escapes_notes() -> None:
         watch(event)
     content = display.outputs[0][-1]
     assert content["text/plain"].endswith("\n<b>")
-    assert content["text/html"].endswith("<br>&lt;b&gt;")
-    assert "<progress" not in content["text/html"]
+    assert content["text/html"].endswith("<div>&lt;b&gt;</div></div>")
+    assert "width:" not in content["text/html"]
 
 
 def test_a_notebook_uses_ipython(monkeypatch: pytest.MonkeyPatch) -> None:

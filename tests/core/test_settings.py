@@ -9,11 +9,11 @@ from typing import Any
 import dask
 import pytest
 
-from daskinfer.config import BatchPolicy, FramePolicy, HealthPolicy, RetryPolicy
+from daskinfer.config import BatchPolicy, FramePolicy, HealthPolicy, RetryPolicy, ShowPolicy
 from daskinfer.driver.settings import DEFAULTS, SECTIONS, configured
 from daskinfer.errors import ConfigError, UnknownOptionError
 
-POLICIES: list[type] = [BatchPolicy, RetryPolicy, HealthPolicy, FramePolicy]
+POLICIES: list[type] = [BatchPolicy, RetryPolicy, HealthPolicy, FramePolicy, ShowPolicy]
 
 
 def packaged() -> dict[str, dict[str, Any]]:
