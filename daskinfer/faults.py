@@ -6,7 +6,7 @@ side about workers, and the driver about the whole run.
 
 Suspects run again as *probes*, alone in their engine: a group is halved until the row that kills is alone; that row is
 failed with its evidence, all others complete. For p such rows among n suspects that costs at most ``p · (log2(n) + 1)``
-restarts.
+restarts, the logarithm rounded up; a row that was alone from the beginning is tried once more, too.
 
 Runs on: client, scheduler, worker.
 """
@@ -94,8 +94,8 @@ class _Engine:
 _SUSPECTS: tuple[tuple[str, Do, str, Callable[[_Row], bool]], ...] = (
     ("the row only waited", Do.RETRY, "it cannot have done it", lambda c: not c.inside),
     ("in the engine with others", Do.SPLIT, "one of them may have done it", lambda c: not c.alone),
-    ("alone, fewer than `strikes` times", Do.SPLIT, "it may have been chance", lambda c: c.strikes_left),
-    ("alone, `strikes` times", Do.QUARANTINE, "nobody else was there", always),
+    ("a probe and alone, fewer than `strikes` times", Do.SPLIT, "it may have been chance", lambda c: c.strikes_left),
+    ("a probe and alone, `strikes` times", Do.QUARANTINE, "nobody else was there", always),
 )
 
 ROWS: tuple[Rule, ...] = (
@@ -197,7 +197,7 @@ def judge_undone(
     history : History
     policy : RetryPolicy
     alone : bool
-        No other row was inside the engine, or with it on the worker.
+        It was a probe with no other row inside the engine, or with it on the worker.
     chance : float
         A random number in [0, 1).
     """

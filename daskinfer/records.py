@@ -424,14 +424,11 @@ class Fault:
     message : str
     suspects : tuple of int
         Ids of this batch's rows that were inside the engine when it died; the others were only waiting.
-    company : int
-        Rows of other batches that were inside as well.
     """
 
     kind: FaultKind
     message: str = ""
     suspects: tuple[int, ...] = ()
-    company: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,10 +143,9 @@ class _Flight:
 
 
 def _alone(batch: Batch, fault: Fault | None) -> bool:
-    """Whether a row was by itself in its engine when that died, or as a probe on a worker that was lost."""
-    if fault is not None and fault.kind in ENGINE_DEATHS:
-        return len(fault.suspects) == 1 and not fault.company
-    return batch.probe and len(batch.requests) == 1
+    """Whether a row was by itself, as a probe, in the engine that died or on the worker that was lost."""
+    of_engine = fault is not None and fault.kind in ENGINE_DEATHS
+    return batch.probe and len(fault.suspects if of_engine and fault else batch.requests) == 1
 
 
 class Window:

@@ -340,10 +340,10 @@ class Host:
         assert self._death is not None
         kind, reason = self._death
         self._death = None
-        inside = [(held, _unfinished(held)) for held in self._held.values() if held.began is not None]
-        rows = sum(len(suspects) for _, suspects in inside)
-        for held, suspects in inside:
-            self._answer(held, Fault(kind, reason, suspects, rows - len(suspects)))
+        for held in [held for held in self._held.values() if held.began is not None]:
+            finished = {result.id for result in held.results}
+            suspects = tuple(r.id for r in held.batch.requests if r.id not in finished)
+            self._answer(held, Fault(kind, reason, suspects))
 
     def _answer_all(self, fault: Fault) -> None:
         for held in list(self._held.values()):
@@ -364,8 +364,3 @@ class Host:
         )
         if not held.future.done():
             held.future.set_result(report)
-
-
-def _unfinished(held: _Held) -> tuple[int, ...]:
-    finished = {result.id for result in held.results}
-    return tuple(r.id for r in held.batch.requests if r.id not in finished)

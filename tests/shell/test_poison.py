@@ -75,11 +75,15 @@ def test_a_probe_is_alone_on_one_worker_and_the_other_goes_on(
     assert all("exit code 1" in event.message for event in split)
 
 
-def test_a_row_alone_in_its_engine_is_blamed_at_once(cluster: LocalCluster, fault_dir: Path, echo_log: Path) -> None:
-    spec = echo_spec(faults={"bad": "segv"}, faults_dir=fault_dir, log=echo_log, log_events=["load"])
+def test_a_row_alone_in_its_engine_has_one_more_try(cluster: LocalCluster, fault_dir: Path, echo_log: Path) -> None:
+    """Its engine may have been killed from outside."""
+    faults = {"bad": "segv", "unlucky": ["sigkill", "ok"]}
+    spec = echo_spec(faults=faults, faults_dir=fault_dir, log=echo_log, log_events=["load"])
     with Driver(spec, cluster=cluster, health=QUICK) as driver:
         wait_until(lambda: [v.state for v in driver.workers()] == ["ready", "ready"], 60)
         [failed] = driver.generate(["a bad row"])
+        [fine] = driver.generate(["an unlucky row"])
     assert isinstance(failed, Failed)
-    assert "(1 death with this row on board)" in failed.message
-    assert len(loads(echo_log)) <= 3  # one per worker, and one restart
+    assert "(2 deaths with this row on board)" in failed.message
+    assert fine.ok
+    assert len(loads(echo_log)) <= 2 + 2 + 1

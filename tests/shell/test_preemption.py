@@ -138,3 +138,25 @@ def test_a_dask_worker_command_that_gets_a_sigterm_gives_its_rows_back(
     assert {fault.kind for fault in watch.faults} <= {"preempted"}
     assert sum(call_counts(echo_log).values()) - ROWS <= 8 * 16
     assert len(family) >= 2
+
+
+@pytest.mark.parametrize("nanny", ["--nanny"])
+def test_c57_a_killed_nanny_takes_its_worker_and_engine_along(
+    by_command: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path, echo_log: Path
+) -> None:
+    address, workers = by_command
+    family: list[int] = []
+    with (
+        Client(address) as client,
+        Driver(echo_spec(**options(echo_log)), cluster=client, health=QUICK, batch=BatchPolicy(rows=16)) as driver,
+    ):
+
+        def kill() -> None:
+            victim = psutil.Process(workers[0].pid)
+            family.extend(process.pid for process in victim.children(recursive=True))
+            victim.kill()
+
+        run(driver, tmp_path / "out", Watch(150, kill))
+        workers[0].wait(30)
+        ended(family)
+    assert len(family) >= 3  # the worker, its engine, the guard of its engine
