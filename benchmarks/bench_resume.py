@@ -8,9 +8,10 @@ Three outputs are made as a run makes them, but without waiting for the disk, an
 * parts of rows that were finished out of order, each taken at random from a window of rows in flight;
 * published chunks, of as many rows as the parts.
 
-Each is opened ``--repeats`` times, in a fresh process every time: the time until the first row that is left to run is known,
-and the memory that took (the largest resident set, sampled every 50 ms, less the one before). The first time the files'
-contents are not in the system's cache, if the file system lets go of them when it is asked to.
+Each is opened ``--repeats`` times, in a fresh process every time: the time until the first row that is left to run is known
+(on the wall, and of the processor alone, for a machine that has other things to do), and the memory that took (the largest
+resident set, sampled every 50 ms, less the one before). The first time stands apart: the files' contents are not in the
+system's cache then, if the file system lets go of them when it is asked to.
 """
 
 from __future__ import annotations
@@ -135,58 +136,61 @@ def resume(source: Path, out: Path, rows: int, answers: Any) -> None:
     gc.collect()
     before = psutil.Process().memory_info().rss
     with RssSampler() as sampler:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         checkpoint, read = opened(source, out, resume=True)
         left = next(read.blocks(["text"], [], skip=checkpoint.done, rows=2048), None)
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     assert left is None
     assert (checkpoint.rows_done, checkpoint.remaining) == (rows, 0)
     checkpoint.close()
-    answers.put((seconds, (sampler.peak_bytes - before) / 1e6))
+    memory = (sampler.peak_bytes - before) / 1e6
+    answers.put({"seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "memory_mb": round(memory, 1)})
 
 
 def measured(kind: str, folder: Path, source: Path, options: Any) -> dict[str, Any]:
-    """Make one output, open it several times, and delete it."""
-    out = folder / "out"
-    began = time.perf_counter()
-    make(kind, source, out, options)
+    """Make one output, if it is not there, and open it several times."""
+    out = folder / kind.replace(" ", "-")
+    if not out.exists():
+        began = time.perf_counter()
+        make(kind, source, out, options)
+        print(f"{kind}: made in {time.perf_counter() - began:.0f} s", flush=True)
     files = sum(len(names) for _, _, names in os.walk(out))
-    print(f"{kind}: {files} files made in {time.perf_counter() - began:.0f} s", flush=True)
     forget(out)
     context = multiprocessing.get_context("spawn")
-    found: list[tuple[float, float]] = []
+    found: list[dict[str, float]] = []
     for _ in range(options.repeats):
         answers = context.Queue()
         process = context.Process(target=resume, args=(source, out, options.rows, answers))
         process.start()
         found.append(answers.get(timeout=900))
         process.join()
-        print(f"{kind}: {found[-1][0]:.1f} s, {found[-1][1]:.0f} MB", flush=True)
-    shutil.rmtree(out)
+        print(f"{kind}: {found[-1]}", flush=True)
+    if not options.keep:
+        shutil.rmtree(out)
+    first, *others = found
     return {
         "rows": options.rows,
         "files": files,
-        "first_seconds": round(found[0][0], 2),
-        "seconds": Spread.of([round(seconds, 2) for seconds, _ in found]),
-        "memory_mb": Spread.of([round(memory, 1) for _, memory in found]),
+        "from_disk": first,
+        **{name: Spread.of(round(one[name], 1) for one in others or found) for name in first},
     }
 
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = arguments(__doc__ or "", repeats=3, rows=100_000_000, parts=200_000, window=4096)
+    parser = arguments(__doc__ or "", repeats=4, rows=100_000_000, parts=200_000, window=4096)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="which outputs")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the outputs are made; else the system's temporary folder"
-    )
+    parser.add_argument("--folder", type=Path, help="where the outputs are made, or are; by default a temporary folder")
+    parser.add_argument("--keep", action="store_true", help="leave the outputs in --folder, for another time")
     options = parser.parse_args()
     print(machine_line())
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         source = folder / "in.parquet"
-        write_input(source, options.rows)
+        if not source.exists():
+            write_input(source, options.rows)
         results = {kind: measured(kind, folder, source, options) for kind in options.kinds}
-    options.folder = None
     write_result("resume", options, results)
 
 

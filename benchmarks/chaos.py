@@ -99,8 +99,8 @@ class Table:
     def __str__(self) -> str:
         names = ("seed", "lost", "duplicated", "failed", "recomputed", "in_flight", "drivers", "seconds_lost")
         lines = ["  ".join(f"{name:>12}" for name in ("faults", *names))]
-        for row in self.rows:
-            lines.append("  ".join(f"{it:>12}" for it in (sum(row["faults"].values()), *(row[name] for name in names))))
+        shown = ((sum(row["faults"].values()), *(row[name] for name in names)) for row in self.rows)
+        lines += ["  ".join(f"{value:>12}" for value in values) for values in shown]
         counts = (f"{kind:<20}{count:>4}" for kind, count in sorted(self.injected.items()))
         return "\n".join([*lines, "", *counts, *self.wrong])
 
