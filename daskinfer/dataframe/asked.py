@@ -176,6 +176,12 @@ def _model(
     """Return specification, parameters to start from, and policies; what is left in ``settings`` is about rows."""
     from daskinfer.driver import Driver
 
+    if isinstance(model, Driver | ModelSpec):
+        for name in (*_SPEC, "engine", "engine_options"):
+            if name in settings:
+                raise ConfigError(
+                    f"{name}={settings[name]!r}: the given {type(model).__name__} says that already; leave it out"
+                )
     if isinstance(model, Driver):
         if model.spec.task != task:
             raise ConfigError(f"the driver's model does {model.spec.task!r}, and this asks for {task!r}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 import daskinfer
 from daskinfer.config import ModelSpec
+from daskinfer.dataframe import progress
 from daskinfer.dataframe.columns import as_dtype
 from daskinfer.errors import (
     ConfigError,
@@ -28,7 +32,7 @@ from daskinfer.errors import (
     UnknownOptionError,
 )
 from daskinfer.storage.outputs import arrow_type
-from daskinfer.testing import call_counts, echo_spec, loads, read_log
+from daskinfer.testing import call_counts, echo_spec, loads, read_log, wait_until
 from tests.dataframe.conftest import text_frame
 from tests.dataframe.engines import Misfits, ShowInput, ShowParams
 
@@ -258,6 +262,37 @@ def test_a_column_that_is_there_twice_is_refused() -> None:
     frame = pd.DataFrame([["a", "b"]], columns=["text", "text"])
     with pytest.raises(ConfigError, match="2 columns 'text'"):
         frame.infer.generate("text", **ECHO)
+
+
+def test_what_a_specification_says_is_not_said_twice(light: ModelSpec) -> None:
+    for setting in ({"dtype": "float32"}, {"engine": "echo"}, {"engine_options": {}}):
+        with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.*the given ModelSpec says that already"):
+            text_frame(["a"]).infer.generate("text", model=light, **setting)
+
+
+def test_progress_of_this_process() -> None:
+    spec = echo_spec(isolation="thread", step_s=0.02, capacity=1)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(text_frame(["a"] * 50).infer.generate, "text", model=spec)
+        (told,) = wait_until(lambda: progress().to_dict("records"), message="the partition")
+        assert (told["model"], told["rows"], told["failed"]) == ("echo", 50, 0)
+        assert future.result()["output"].count() == 50
+    assert progress().empty
+
+
+def test_an_interrupt_aborts_the_rows(echo_log: Path) -> None:
+    spec = echo_spec(isolation="thread", step_s=0.02, capacity=1, log=echo_log)
+
+    def interrupt() -> None:
+        wait_until(lambda: call_counts(echo_log), message="the first row")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            text_frame(["a"] * 5_000).infer.generate("text", model=spec)
+    wait_until(lambda: any(entry.event == "abort" for entry in read_log(echo_log)), message="the abort")
+    assert progress().empty
 
 
 def test_sampling_parameters_reach_the_engine(light: ModelSpec) -> None:
