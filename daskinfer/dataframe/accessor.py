@@ -56,11 +56,11 @@ class Infer:
     --------
     >>> import pandas as pd
     >>> import daskinfer.dataframe
-    >>> df = pd.DataFrame({"text": ["a", None]})
-    >>> df.infer.generate("Say {text}", model="echo", engine="echo", isolation="thread")
-       text     output                                       output_error
-    0     a  <Say a>                                               <NA>
-    1  None     <NA>  missing_prompt: column 'text' is missing (None)
+    >>> df = pd.DataFrame({"text": ["a", ""]})
+    >>> df.infer.generate("text", model="echo", engine="echo", isolation="thread")
+      text output                          output_error
+    0    a    <a>                                  <NA>
+    1        <NA>  empty_prompt: column 'text' is empty
     """
 
     def __init__(self, frame: Any) -> None:

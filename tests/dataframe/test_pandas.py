@@ -265,7 +265,8 @@ def test_a_column_that_is_there_twice_is_refused() -> None:
 
 
 def test_what_a_specification_says_is_not_said_twice(light: ModelSpec) -> None:
-    for setting in ({"dtype": "float32"}, {"engine": "echo"}, {"engine_options": {}}):
+    settings: list[dict[str, Any]] = [{"dtype": "float32"}, {"engine": "echo"}, {"engine_options": {}}]
+    for setting in settings:
         with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.*the given ModelSpec says that already"):
             text_frame(["a"]).infer.generate("text", model=light, **setting)
 
