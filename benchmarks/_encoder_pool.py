@@ -1,4 +1,4 @@
-"""Two workers with one thread each: the driver, sentence-transformers' pool of processes, and Ray Data if it is installed.
+"""Two workers with one thread each: the driver, and sentence-transformers' pool of processes.
 
 Runs on: anywhere.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -57,42 +56,10 @@ def pool_system(model: str, batch: int) -> Iterator[System]:
 
 
 @contextmanager
-def ray_system(model: str, batch: int) -> Iterator[System]:
-    """Ray Data's ``map_batches`` with sentence-transformers in two actors, which are started anew for each call."""
-    import ray
-
-    class Encoder:
-        def __init__(self) -> None:
-            import torch
-            from sentence_transformers import SentenceTransformer
-
-            torch.set_num_threads(1)
-            self.model: Any = SentenceTransformer(model, device="cpu")
-
-        def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-            vectors = self.model.encode(list(rows["text"]), batch_size=batch, show_progress_bar=False)
-            return {"row": rows["row"], "vector": vectors}
-
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
-
-    def encode(texts: Sequence[str]) -> Vectors:
-        rows = ray.data.from_items([{"row": i, "text": text} for i, text in enumerate(texts)])
-        made = rows.map_batches(Encoder, concurrency=WORKERS, batch_size=4 * batch, num_cpus=1).take_all()
-        return np.stack([row["vector"] for row in sorted(made, key=lambda row: row["row"])])
-
-    try:
-        yield encode
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
 def pool_systems(model: str, batches: Sequence[int]) -> Iterator[dict[str, System]]:
     """All of them; the driver is called "engine"."""
     with ExitStack() as stack:
         systems = {"engine": stack.enter_context(driver_system(model))}
         for batch in batches:
             systems[f"pool {batch}"] = stack.enter_context(pool_system(model, batch))
-        if find_spec("ray") is not None:
-            systems["Ray Data"] = stack.enter_context(ray_system(model, min(batches)))
         yield systems

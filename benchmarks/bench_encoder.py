@@ -6,9 +6,9 @@ workloads: DBpedia passages as they are, and texts of log-normal lengths (median
 tokens) cut from them. The limit is the time of the model's linear layers alone at the speed of a large float32 matrix
 product, measured in the same rounds.
 
-With ``--pool`` also a driver with two workers of one thread each, against sentence-transformers' pool of two processes and,
-where Ray is installed, Ray Data (which loads the model in every call). The data are the passages of BEIR's dbpedia-entity:
-a folder with ``corpus.jsonl`` (and ``queries.jsonl`` and ``qrels/test.tsv`` for ``bench_encoder_quality.py``).
+With ``--pool`` also a driver with two workers of one thread each, against sentence-transformers' pool of two processes. The
+data are the passages of BEIR's dbpedia-entity: a folder with ``corpus.jsonl`` (and ``queries.jsonl`` and ``qrels/test.tsv``
+for ``bench_encoder_quality.py``).
 
     pip install --no-deps sentence-transformers scikit-learn scipy joblib threadpoolctl narwhals
     python benchmarks/bench_encoder.py --data dbpedia-entity --pool

@@ -66,7 +66,8 @@ def test_c24_embed_through_the_driver(here: LocalCluster, tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=r"generate\(\) is for task 'generate'.*call embed\(\)"):
             driver.generate(TEXTS)
     array = results.to_numpy()
-    assert (array.shape, array.dtype) == ((len(TEXTS), 32), np.float32)
+    assert array.shape == (len(TEXTS), 32)
+    assert array.dtype == np.float32
     np.testing.assert_allclose(array, vectors_of(folder, TEXTS), atol=1e-5)
     assert isinstance(alone, Completed)
     np.testing.assert_allclose(alone.output, array[0], atol=1e-6)
