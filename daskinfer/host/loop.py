@@ -192,12 +192,14 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[tuple[Any, ...]], send: Call
         while loop.idle or not inbox.empty():
             if loop.idle and counted:
                 send(("steps", steps.flat()))
+                send(("tick", loop.engine.stats()))
                 counted = False
             match inbox.get():
                 case ("batch", batch):
                     loop.add(batch)
                 case ("abort", key):
                     loop.abort(key)
+                    counted = True  # what it holds has changed
                 case _:
                     return
         loop.admit(lambda key: send(("began", [key])))

@@ -150,6 +150,8 @@ def test_the_page_during_a_run(own_cluster: LocalCluster, browser: Any, tmp_path
         wait_until(lambda: browser.execute_script(DRAWN) != canvases, 30, "other pictures")
         wait_until(lambda: browser.execute_script(POINTS, "steps") > 0, 30, "the histogram of steps")
 
+        picture(browser, "dashboard")
+
         killed = states(browser)["ready"][0]
         kill(own_cluster, killed)
         wait_until(
@@ -157,7 +159,6 @@ def test_the_page_during_a_run(own_cluster: LocalCluster, browser: Any, tmp_path
         )
         wait_until(lambda: killed in states(browser).get("replaced", []), 90, "its successor")
         wait_until(lambda: len(states(browser).get("ready", [])) == 3, 90, "three ready workers again")
-        picture(browser, "dashboard")
         screen(browser, 1280, 800, dark=True)
         picture(browser, "dashboard-dark")
         screen(browser, 390, 844, phone=True)
