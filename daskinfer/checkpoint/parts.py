@@ -141,8 +141,14 @@ class Parts:
         part = _Part(folder, name.number, name.first, name.last, name.count, name.count)
         insort(self._parts, part, key=lambda part: part.first)
 
-    def load(self, first: int, last: int) -> Loaded:
-        """Read the rows with ids from ``first`` to ``last``.
+    def load(self, first: int, last: int, fresh: tuple[Any, pa.Table] | None = None) -> Loaded:
+        """Read the rows with ids from ``first`` to ``last``, in order.
+
+        Parameters
+        ----------
+        first, last : int
+        fresh : tuple of numpy array and pyarrow.Table, or None
+            Further rows, later than those in parts: their ids, and the table. One copy puts all in order.
 
         Raises
         ------
@@ -159,11 +165,15 @@ class Parts:
             tables.append(table.slice(low, high - low))
         every = np.concatenate(ids)
         origin = np.repeat(np.arange(len(wanted)), [len(part_ids) for part_ids in ids[1:]])
-        latest = latest_of(every)
+        found = every
+        if fresh is not None:
+            found = np.concatenate((every, fresh[0]))
+            tables.append(fresh[1])
+        latest = latest_of(found)
         table = pa.concat_tables(tables)
-        if not np.array_equal(latest, np.arange(len(every))):
+        if not np.array_equal(latest, np.arange(len(found))):
             table = table.take(pa.array(latest))
-        return Loaded(every[latest], table, (wanted, every, origin))
+        return Loaded(found[latest], table, (wanted, every, origin))
 
     def settle(self, loaded: Loaded, first: int, last: int) -> None:
         """Take note that the loaded rows with ids from ``first`` to ``last`` are published.

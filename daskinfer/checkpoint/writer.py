@@ -12,8 +12,6 @@ import pyarrow as pa
 
 from daskinfer.checkpoint.ledger import Chunk, Fresh, Ledger
 from daskinfer.checkpoint.opened import Opened
-from daskinfer.checkpoint.parquetio import latest_of
-from daskinfer.checkpoint.parts import Loaded
 from daskinfer.checkpoint.published import Counts
 from daskinfer.errors import OutputError
 from daskinfer.storage.intervals import Intervals
@@ -46,9 +44,8 @@ class Writer:
         first, last = chunk.rows.first, chunk.rows.last
         if first in self._published.rows:  # a call that was cut short by an interrupt had come that far
             return self._ledger.settle(chunk)
-        loaded = self._parts.load(first, last)
-        ids, table = self._merged(chunk, loaded)
-        self._write(ids, table, chunk.rows)
+        loaded = self._parts.load(first, last, self._fresh(chunk))
+        self._write(loaded.ids, loaded.table, chunk.rows)
         self._parts.settle(loaded, first, last)
         return self._ledger.settle(chunk)
 
@@ -76,10 +73,9 @@ class Writer:
         """Put the new results of a retried chunk into its published file; return as :meth:`publish` does."""
         assert chunk.target is not None
         first, last = chunk.target.first, chunk.target.last
-        loaded = self._retries.load(first, last)
-        ids, table = self._merged(chunk, loaded)
-        if len(ids):
-            self._published.renew(chunk.target, ids, table)
+        loaded = self._retries.load(first, last, self._fresh(chunk))
+        if len(loaded.ids):
+            self._published.renew(chunk.target, loaded.ids, loaded.table)
         self._retries.settle(loaded, first, last)
         return self._ledger.settle(chunk)
 
@@ -106,17 +102,10 @@ class Writer:
             )
         self._published.publish(table.unify_dictionaries(), rows)
 
-    def _merged(self, chunk: Chunk, loaded: Loaded) -> tuple[Any, pa.Table]:
-        """Return what is in parts and what is pending, in order."""
+    def _fresh(self, chunk: Chunk) -> tuple[Any, pa.Table] | None:
+        """Return what is pending: ids and rows; None when there is nothing."""
         fresh = self._ledger.gather(chunk)
-        if not fresh.results:
-            return loaded.ids, loaded.table
-        table = self._table(chunk, fresh)
-        if not len(loaded.ids):
-            return fresh.ids, table
-        ids = np.concatenate((loaded.ids, fresh.ids))
-        latest = latest_of(ids)
-        return ids[latest], pa.concat_tables([loaded.table, table]).take(pa.array(latest))
+        return (fresh.ids, self._table(chunk, fresh)) if fresh.results else None
 
     def _table(self, chunk: Chunk, fresh: Fresh) -> pa.Table:
         """Return pending rows as they are stored: kept columns, unless they are in the target, and added ones."""
