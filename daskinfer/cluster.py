@@ -44,6 +44,7 @@ logger = logging.getLogger("daskinfer.cluster")
 
 IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 CLOSE_S = 20.0
+NANNY_S = 120
 STARTING = (Status.init, Status.starting)
 FAILED = (Status.failed, Status.closed, Status.closing)
 
@@ -176,6 +177,11 @@ class _Local(LocalCluster):
     """A LocalCluster whose n-th worker gets the n-th GPU, and that can be closed while a worker is being replaced."""
 
     gpus: tuple[str, ...] = ()
+
+    def _update_worker_status(self, op: Any, msg: Any) -> None:
+        """Give a nanny time to start another process: Dask closes it after 15 seconds, which is too short for some."""
+        with dask.config.set({"distributed.deploy.lost-worker-timeout": f"{NANNY_S} s"}):
+            super()._update_worker_status(op, msg)  # type: ignore[no-untyped-call]
 
     async def _close(self) -> None:
         """Let nannies finish what they are starting: closed before, they would leave a process behind."""

@@ -36,7 +36,7 @@ logger = logging.getLogger("daskinfer.worker")
 
 METRIC = "daskinfer"
 NOT_READY_PAUSE_S = 1.0
-FETCH_S = 5.0
+FETCH_S = 2.0
 FETCH_POLL_S = 0.02
 
 

@@ -25,6 +25,7 @@ def ready(driver: Driver, workers: int) -> bool:
     return [view.state for view in driver.workers()] == ["ready"] * workers
 
 
+@pytest.mark.timeout(240)
 def test_c51_an_engine_that_cannot_be_restarted_has_its_worker_begin_again(fault_dir: Path, echo_log: Path) -> None:
     """Its third load, the restart, fails; the nanny starts a fresh process, and no row is blamed."""
     spec = echo_spec(
@@ -36,7 +37,7 @@ def test_c51_an_engine_that_cannot_be_restarted_has_its_worker_begin_again(fault
         results = driver.generate([f"row {i}." for i in range(80)])
         conservation(range(80), results)
         assert all(result.ok for result in results)
-        wait_until(lambda: ready(driver, 2), 60, "the worker did not come back")
+        wait_until(lambda: ready(driver, 2), 120, "the worker did not come back")
         assert len(before & {view.address for view in driver.workers()}) == 1
     assert len(loads(echo_log)) == 4
 
