@@ -22,7 +22,7 @@ from daskinfer.dataframe.engines import Engines
 from daskinfer.errors import ConfigError, ModelLoadError, NotRunningError
 from daskinfer.testing import call_counts, echo_spec, loads, read_log, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:The inplace keyword")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The inplace keyword")]
 
 
 def forty(rows: int = 400) -> tuple[pd.DataFrame, Any]:
