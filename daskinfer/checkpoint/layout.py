@@ -9,6 +9,7 @@
       _parts/<chunk>/<n>-<first>-<last>-<count>.parquet.part
                                              finished rows of chunks that are not complete
       _parts/retry-<first>-<last>/…          new results for rows of a published chunk
+      _report.json, _report.html             how the last run went, see daskinfer.reporting
     answers.jsonl                            a single file: the same in .answers.jsonl.daskinfer/ until the end
 
 Readers of the folder (pandas, pyarrow, dask) pass over names that start with ``_``.
