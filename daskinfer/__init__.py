@@ -27,6 +27,7 @@ _HOME = {
     "ModelSpec": "config",
     "Request": "records",
     "Result": "records",
+    "Results": "driver",
     "RetryPolicy": "config",
     "RunReport": "report",
     "SamplingParams": "records",
@@ -49,6 +50,7 @@ __all__ = [
     "ModelSpec",
     "Request",
     "Result",
+    "Results",
     "RetryPolicy",
     "RunReport",
     "SamplingParams",
@@ -66,7 +68,7 @@ __all__ = [
 if TYPE_CHECKING:
     from daskinfer.config import BatchPolicy, HealthPolicy, ModelSpec, RetryPolicy
     from daskinfer.dataframe import apply, chat, classify, embed, generate, score
-    from daskinfer.driver import Driver, Job, WorkerManager
+    from daskinfer.driver import Driver, Job, Results, WorkerManager
     from daskinfer.engines.base import BatchEngine, Engine
     from daskinfer.records import Batch, Completed, EngineStats, Failed, Request, Result, SamplingParams, Usage
     from daskinfer.report import RunReport

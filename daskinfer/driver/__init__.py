@@ -8,5 +8,6 @@ from __future__ import annotations
 from daskinfer.driver.driver import Driver
 from daskinfer.driver.jobs import Job, JobStatus
 from daskinfer.driver.manager import WorkerManager, WorkerStatus
+from daskinfer.driver.results import Results
 
-__all__ = ["Driver", "Job", "JobStatus", "WorkerManager", "WorkerStatus"]
+__all__ = ["Driver", "Job", "JobStatus", "Results", "WorkerManager", "WorkerStatus"]
