@@ -33,6 +33,7 @@ _STATES = {
     "failed": "red",
     "restarting": "orange",
 }
+_TILES = "grid-template-columns:repeat(auto-fit,minmax(min(120px,30%),1fr))"
 _PAGE = """{% from macros import embed %}<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title|e }}</title>
@@ -213,7 +214,8 @@ def _head(report: RunReport) -> str:
     )
     return (
         f'<div class="di-root"><div class="di-head"><h1>{escape(report.headline)}</h1>{html.chip(report.state)}</div>'
-        f'{html.bar((colour, rows / total) for colour, rows in parts)}<div class="di-tiles">{shown}</div></div>'
+        f"{html.bar((colour, rows / total) for colour, rows in parts)}"
+        f'<div class="di-tiles" style="{_TILES}">{shown}</div></div>'
     )
 
 
@@ -248,7 +250,7 @@ def _about(report: RunReport) -> Iterable[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:

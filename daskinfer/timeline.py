@@ -93,7 +93,10 @@ class Recorder:
         elif isinstance(event, WorkersSeen):
             self._see(event.workers)
         self._ended = isinstance(event, RunEnded)
-        if not self._samples or self._ended or self._now >= self._samples[-1]["t"] + self._every:
+        since = self._now - self._samples[-1]["t"] if self._samples else math.inf
+        if self._ended and len(self._samples) > 1 and since < self._every / 2:
+            self._samples.pop()  # a rate over a moment says nothing
+        if self._ended or since >= self._every:
             self._sample()
 
     def _see(self, workers: Sequence[WorkerView]) -> None:

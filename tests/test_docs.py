@@ -268,3 +268,20 @@ def test_the_examples_of_engines_run(at: int, printed: str, tmp_path: Path) -> N
     code = blocks("docs/engines.md", "python")
     assert len(code) == 3
     assert run_example(code[at], tmp_path).startswith(printed)
+
+
+@pytest.mark.cluster
+def test_the_example_of_an_observer_runs(tmp_path: Path) -> None:
+    (code,) = blocks("docs/observe.md", "python")
+    assert run_example(code, tmp_path).split() == ["2"]
+
+
+def test_the_page_of_what_is_shown_names_the_metrics_that_there_are() -> None:
+    from daskinfer.dashboard import prometheus
+
+    source = Path(prometheus.__file__).read_text(encoding="utf-8")
+    named = re.findall(r"daskinfer_([a-z_]+[a-z])`", read("docs/observe.md"))
+    assert len(named) >= 15
+    for name in named:
+        bare = re.sub(r"_(total|per_second)$", "", name)
+        assert f'"{bare}' in source, name

@@ -53,6 +53,14 @@ def test_rates_are_those_since_the_sample_before() -> None:
     assert (made.columns["waiting"][-1], made.columns["ready"][-1], made.columns["ram_bytes"][-1]) == (1, 1, 7)
 
 
+def test_the_last_sample_is_not_over_a_moment() -> None:
+    made = recorded(
+        RunStarted(0, 9), RowsResolved(1, 4, 0, Usage()), RowsResolved(2, 5, 0, Usage()), RunEnded(2.01, "done")
+    )
+    assert made.columns["t"] == (0, 1, 2.01)
+    assert made.columns["rows"] == (0, 4, 4.9505)
+
+
 def test_workers_have_spans_also_those_that_join_and_those_that_are_lost() -> None:
     made = recorded(
         RunStarted(0, 50),
