@@ -5,11 +5,10 @@ Runs on: client.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +44,8 @@ __all__ = [
 ]
 
 _ROWS_KEY = b"daskinfer.rows"
-_RUNS_KEY = "daskinfer.runs"
-_RUNS = re.compile(_RUNS_KEY.encode() + rb".{1,9}?:(\d+),(u[1248]),(\d+),([A-Za-z0-9+/=]*);", re.DOTALL)
+_RUNS = b"daskinfer.runs="
+_KINDS = {kind: np.dtype(f"<{kind.decode()}") for kind in (b"u1", b"u2", b"u4", b"u8")}
 _DENSE = 8
 _READERS, _PIECE, _SPURT = 8, 32, 1024
 FOOTER_BYTES = 16 << 10
@@ -98,8 +97,14 @@ def write_part(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ids
         ) as writer,
     ):
         writer.write_table(table)
-        text = f":{bounds[0]},{kind},{zlib.crc32(data)},{base64.b64encode(data).decode()};"
-        writer.add_key_value_metadata({_RUNS_KEY: text})
+        said = b"%s%d,%s,%d,%s;" % (
+            _RUNS,
+            bounds[0],
+            kind.encode(),
+            zlib.crc32(data),
+            binascii.b2a_base64(data, newline=False),
+        )
+        writer.add_key_value_metadata({"daskinfer": said})
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -159,19 +164,20 @@ def runs_in_footer(path: str, end: bytes, size: int) -> Any | None:
         return None
     if footer + 8 > len(end):
         end, _ = _end(path, footer + 8)
-    at = end.find(_RUNS_KEY.encode(), max(0, len(end) - 8 - footer))
-    found = _RUNS.match(end, at) if at >= 0 else None
-    if found is None:
+    at = end.find(_RUNS, max(0, len(end) - 8 - footer))
+    if at < 0:
         return None
     try:
-        data = base64.b64decode(found[4])
-    except ValueError:
+        first, kind, check, text = end[at + len(_RUNS) : end.index(b";", at)].split(b",")
+        data = binascii.a2b_base64(text)
+        if zlib.crc32(data) != int(check):
+            return None
+        lengths = np.frombuffer(data, _KINDS[kind])
+        begin = int(first)
+    except (ValueError, KeyError):
         return None
-    if zlib.crc32(data) != int(found[3]):
-        return None
-    lengths = np.frombuffer(data, f"<{found[2].decode()}")
     bounds = np.empty(len(lengths) + 1, np.int64)
-    bounds[0], bounds[1:] = int(found[1]), lengths
+    bounds[0], bounds[1:] = begin, lengths
     return np.cumsum(bounds, out=bounds).reshape(-1, 2)
 
 
