@@ -12,6 +12,9 @@ COVER := $(CORE:%=--cov=daskinfer.%) --cov-report=term-missing:skip-covered --co
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q
 
+# The tests start hundreds of processes: byte code is kept, whatever the machine's default.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow coverage check format bench clean
 
