@@ -102,9 +102,9 @@ class Recorder:
     def _see(self, workers: Sequence[WorkerView]) -> None:
         self._views = workers
         there = {worker.address for worker in workers}
-        for address, spans in self._spans.items():
-            if address not in there and spans[-1].state != "lost":
-                spans.append(Span("lost", spans[-1].end, self._now))
+        for address, known in self._spans.items():
+            if address not in there and known[-1].state != "lost":
+                known.append(Span("lost", known[-1].end, self._now))
         for worker in workers:
             spans = self._spans.get(worker.address)
             if spans is None:

@@ -168,7 +168,7 @@ def spans(columns: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Chart:
         The workers, from top to bottom.
     """
     source = ColumnDataSource({name: list(values) for name, values in columns.items()})
-    plot: Any = figure(name="workers", y_range=FactorRange(*reversed(names)), **_PLAIN)
+    plot: Any = figure(name="workers", y_range=FactorRange(factors=list(reversed(names))), **_PLAIN)
     plot.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
     for colour, pair in COLOURS.items():
         bars = plot.hbar(
