@@ -127,8 +127,8 @@ def main() -> None:
                 table.add(told(seed, home / f"seed{seed}", options, *where, faults=options.faults))
                 print(table.rows[-1], flush=True)
             except AssertionError as error:
-                table.wrong.append(f"seed {seed}: {error}")
-                print(table.wrong[-1], flush=True)
+                print(f"seed {seed}: {error}", flush=True)
+                table.wrong.append(f"seed {seed}: {str(error).splitlines()[0][:200]}")
             with redirect_stdout(StringIO()):  # what is there when somebody stops it counts
                 write_result("chaos", options, table.results())
     print(table)

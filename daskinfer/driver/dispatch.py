@@ -134,7 +134,11 @@ class Dispatcher:
 
     async def _deploy(self) -> None:
         plugin = ModelWorker(self.spec, self.health, self.batch.slots, self._requires)
-        await self.client.register_plugin(plugin)
+        try:
+            await self.client.register_plugin(plugin)
+        except OSError as error:
+            # A worker is just going. The scheduler has the plugin, the others got it, and those left out get it again.
+            logger.warning("%s could not be sent to a worker: %s", self.spec.model, describe(error))
         self._deployed = True
 
     async def _release(self) -> None:

@@ -249,8 +249,12 @@ class Host:
     async def _watch(self) -> None:
         """Kill an engine whose step takes too long."""
         limit = self.settings.health.step_timeout_s
+        pause = min(1.0, limit / 4)
         while True:
-            await asyncio.sleep(min(1.0, limit / 4))
+            slept = time.monotonic()
+            await asyncio.sleep(pause)
+            # While this process was suspended, or got no processor, it could not hear the engine either.
+            self._heard += max(0.0, time.monotonic() - slept - 2 * pause)
             if self.state == "ready" and self._step_age() > limit:
                 message = f"the engine hung: no step ended within step_timeout_s={limit:g} s"
                 logger.warning("%s; restarting it", message)

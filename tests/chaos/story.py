@@ -235,6 +235,8 @@ class _Telling:
                 raise AssertionError(
                     f"the driver ended with {code} before {what}: {self.cluster.log('driver', folder=self.story.folder)}"
                 )
+            if code == 0 and not reached():
+                raise AssertionError(f"the run ended before {what}: {dict(self.injected)}")
             time.sleep(0.02)
 
     def _tick(self) -> None:
@@ -281,6 +283,8 @@ class _Telling:
         With ``spare``, there must be as many members besides.
         """
         found: list[Any] = []
+        if sum(not member.leaving for member in self.cluster.members) <= spare:
+            self.cluster.add(Place())
 
         def look() -> bool:
             members = self.cluster.present()

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 from distributed.comm.core import CommClosedError
 
 from daskinfer import cli
@@ -27,6 +27,7 @@ from daskinfer.errors import OutputError
 from daskinfer.records import BatchReturned, Event, RowsCommitted, RowsResolved
 from daskinfer.storage import open_source
 from daskinfer.testing import call_counts, echo_spec
+from daskinfer.worker import ModelWorker
 from tests.engines import tiny
 
 pytestmark = pytest.mark.cluster
@@ -186,6 +187,23 @@ def test_a_result_that_cannot_be_fetched_is_asked_for_again(
     faults = [event.message for event in events if isinstance(event, BatchReturned) and event.kind]
     assert len(faults) == 3
     assert all("the result could not be fetched" in fault for fault in faults)
+
+
+def test_a_worker_that_is_lost_while_the_model_is_sent_stops_no_start(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real = write_rows(tmp_path / "in.jsonl", 40), Client.register_plugin
+
+    async def registered(client: Client, plugin: Any) -> Any:
+        found = await real(client, plugin)
+        if isinstance(plugin, ModelWorker):
+            raise OSError("Timed out trying to connect to tcp://127.0.0.1:1 after 5 s")
+        return found
+
+    monkeypatch.setattr(Client, "register_plugin", registered)
+    with driver_for(cluster) as driver:
+        driver.run(source, tmp_path / "out", columns="text")
+    check(tmp_path / "out", source)
 
 
 # ---------------------------------------------------------------- sampled answers
