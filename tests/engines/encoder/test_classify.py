@@ -128,7 +128,7 @@ def test_empty_over_long_and_odd_rows_fail_alone(tmp_path: Path) -> None:
     spec = spec_of(make(tmp_path, "bert", "text"), "classify")
     found = run(spec, ["  ", words(100), 3, TEXTS[0], None, {"text": "a"}, {"text": "", "text_pair": "b"}])
     kinds = [result.kind if isinstance(result, Failed) else None for result in found]
-    assert kinds == ["empty_prompt", "too_long", "wrong_type", None, "wrong_type", "invalid_row", "empty_prompt"]
+    assert kinds == ["empty_prompt", "too_long", "wrong_type", None, "missing_prompt", "invalid_row", "empty_prompt"]
 
 
 def test_c24_numbers_that_are_none_fail(tmp_path: Path) -> None:
