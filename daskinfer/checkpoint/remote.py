@@ -29,7 +29,7 @@ from daskinfer.checkpoint.lock import Owner, is_stale, parse_owner, this_process
 from daskinfer.checkpoint.policy import CheckpointPolicy
 from daskinfer.errors import OutputError, OutputExistsError, OutputLockedError, describe
 from daskinfer.storage.base import Source
-from daskinfer.storage.files import kind_of
+from daskinfer.storage.files import kind_of, without_secrets
 
 __all__ = ["Place", "Remote", "output_at"]
 
@@ -54,7 +54,7 @@ class Remote(Place):
     Parameters
     ----------
     url : str
-        A folder, in the syntax of fsspec.
+        A folder, in the syntax of fsspec. Messages leave out users, passwords and signatures.
     now : float
         Unix time, as for all ``now`` here.
     overwrite : bool
@@ -71,11 +71,11 @@ class Remote(Place):
     def __init__(self, url: str, now: float, *, overwrite: bool = False) -> None:
         if kind_of(url.rstrip("/").rsplit("/", 1)[-1]) is not None and not url.endswith("/"):
             raise OutputError(
-                f"{url}: output at a URL is a folder of Parquet files, since one file there could not be resumed; end the "
-                "URL in a slash, or write the file to a local path and copy it"
+                f"{without_secrets(url)}: output at a URL is a folder of Parquet files, since one file there could not be "
+                "resumed; end the URL in a slash, or write the file to a local path and copy it"
             )
-        self.url = url.rstrip("/") + "/"
-        self._fs, self._root = _file_system(self.url)
+        self._fs, self._root = _file_system(url)
+        self.url = without_secrets(url.rstrip("/") + "/")
         super().__init__(str(_double(self.url)))
         self._policy = CheckpointPolicy()
         self._me = this_process(now)
@@ -214,8 +214,8 @@ class Remote(Place):
             raise
         except Exception as error:  # every store has exceptions of its own
             raise OutputError(
-                f"{self.url} cannot be reached or written ({describe(error)}); check the address, the rights, and the "
-                "credentials that this protocol takes from its environment"
+                f"{self.url} cannot be reached or written ({without_secrets(describe(error))}); check the address, the "
+                "rights, and the credentials that this protocol takes from its environment"
             ) from error
 
     # ---------------------------------------------------------------- the lock
@@ -273,7 +273,9 @@ def output_at(sink: str, source: Source, *, now: float, overwrite: bool) -> Iter
     fs, root = _file_system(sink)
     inside = str(fs.unstrip_protocol(root)) + "/"
     if any(file.path.startswith(inside) for file in source.files):
-        raise OutputError(f"{sink} is, or would become, part of the input {source.name}; write to another place")
+        raise OutputError(
+            f"{without_secrets(sink)} is, or would become, part of the input {source.name}; write to another place"
+        )
     place = Remote(sink, now, overwrite=overwrite)
     try:
         yield place
@@ -306,7 +308,8 @@ def _file_system(url: str) -> tuple[Any, str]:
         fs, root = url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
         raise OutputError(
-            f"{url} cannot be reached ({describe(error)}); check the address and install what its protocol needs"
+            f"{without_secrets(url)} cannot be reached ({without_secrets(describe(error))}); check the address and install "
+            "what its protocol needs"
         ) from error
     return fs, str(root).rstrip("/")
 

@@ -41,6 +41,7 @@ from daskinfer.records import (
 from daskinfer.report import RunReport, report_from
 from daskinfer.reporting import write
 from daskinfer.storage import Block, Source, open_source
+from daskinfer.storage.files import without_secrets
 from daskinfer.timeline import Recorder
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class _Run:
         self._asked = asked
         checkpoint, self._place = output
         self._checkpoint = checkpoint
-        self._path = path
+        self._path = without_secrets(path) if "://" in path else path
         self._options = options
         self._recorder = Recorder()
         self._tell = driver.events(name_of(path), "run", (self._recorder, *options.observers))

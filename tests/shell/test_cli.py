@@ -91,7 +91,7 @@ def test_wrong_settings_exit_2_and_wrong_input_exits_1(
         ([*run_arguments(rows, out), "--engine-options", "{"], 2, "is not JSON"),
         ([*run_arguments(rows, out), "--engine", "nothing"], 2, "nothing"),
         ([*run_arguments(rows, out), "--row-params", "temperature="], 2, "must be NAME=COLUMN"),
-        ([*run_arguments(rows, out), "--row-params", "temperatur=text"], 2, "temperatur"),
+        ([*run_arguments(rows, out), "--row-params", "warmth=text"], 2, "warmth"),
         ([*run_arguments(rows, out), "--prompt", "{missing}"], 1, "missing"),
         ([*run_arguments(tmp_path / "absent.jsonl", out)], 1, "absent.jsonl"),
     ):

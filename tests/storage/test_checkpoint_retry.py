@@ -66,7 +66,8 @@ def test_only_failed_rows_are_run_and_replaced(job: Path, tmp_path: Path, sink: 
             number = type(new["prompt_tokens"])
             assert new == {
                 **old, "output": f"retried {old['id']} é", "error": "" if sink == "out.csv" else None,
-                "finish_reason": "stop", "prompt_tokens": number(old["id"]), "completion_tokens": number(3), "truncated_tokens": number(0),
+                "finish_reason": "stop", "prompt_tokens": number(old["id"]), "completion_tokens": number(3),
+                "truncated_tokens": number(0),
             }  # fmt: skip
     assert leftovers(tmp_path / sink) == []
     manifest = json.loads(locate(tmp_path / sink).manifest.read_text())

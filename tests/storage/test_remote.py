@@ -232,3 +232,12 @@ def test_local_paths_are_what_they_are(tmp_path: Path) -> None:
         assert type(place) is Place
         assert place.path == str(tmp_path)
         place.push(NOW)
+
+
+def test_messages_leave_out_what_is_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKINFER_CACHE", str(tmp_path / "cache"))
+    source = lines(tmp_path / "in.jsonl")
+    for url in ("nothing://me:secret@host/x/", "nothing://me:secret@host/x.csv", "ftp://me:secret@127.0.0.1:1/x/"):
+        with pytest.raises(OutputError) as raised:
+            go(url, source, Run())
+        assert "secret" not in str(raised.value)
