@@ -26,11 +26,11 @@ import psutil
 
 from daskinfer.errors import OutputLockedError
 
-__all__ = ["Lock", "Owner", "is_stale", "parse_owner", "this_process"]
+__all__ = ["UNDELETED", "Lock", "Owner", "is_stale", "parse_owner", "this_process"]
 
 logger = logging.getLogger(__name__)
 
-_UNDELETED: set[str] = set()
+UNDELETED: set[str] = set()
 """Tokens of this process's locks that were given back, and whose file could not be deleted."""
 
 
@@ -82,7 +82,7 @@ class Lock:
         with _guarded(path) as file:
             other, age = _read(file), now - path.stat().st_mtime
             if other is not None:
-                if other.token not in _UNDELETED and not is_stale(other, age, stale_s, self._me):
+                if other.token not in UNDELETED and not is_stale(other, age, stale_s, self._me):
                     raise OutputLockedError(str(target), str(other), max(age, 0.0))
                 logger.warning("%s: taking over from %s, which is gone", target, other)
             file.seek(0)
@@ -125,7 +125,7 @@ class Lock:
             except FileNotFoundError:
                 pass
             except OSError:  # the disk is read-only now, say; this process may come back when it is mended
-                _UNDELETED.add(self._me.token)
+                UNDELETED.add(self._me.token)
 
 
 @contextmanager

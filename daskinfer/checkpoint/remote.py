@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from daskinfer.checkpoint.layout import EMPTY_DATA, data_span
-from daskinfer.checkpoint.lock import Owner, is_stale, parse_owner, this_process
+from daskinfer.checkpoint.lock import UNDELETED, Owner, is_stale, parse_owner, this_process
 from daskinfer.checkpoint.policy import CheckpointPolicy
 from daskinfer.errors import OutputError, OutputExistsError, OutputLockedError, describe
 from daskinfer.storage.base import Source
@@ -79,8 +78,8 @@ class Remote(Place):
         super().__init__(str(_double(self.url)))
         self._policy = CheckpointPolicy()
         self._me = this_process(now)
-        self._beaten = now
-        self._guard = threading.Lock()  # the mirror's thread and the caller's both write the lock's object
+        self._ahead = now - time.time()  # of the caller's clock
+        self._pushed_at = self._beaten = now
         self._mirror = ThreadPoolExecutor(1, "daskinfer-mirror")
         self._copying: Future[None] | None = None
         with self._reached():
@@ -98,44 +97,40 @@ class Remote(Place):
     def push(self, now: float) -> None:
         """Copy what is new, in a thread of its own; raises what the last copy raised.
 
+        Everything is safe in the local double meanwhile, so a store that fails is tried again; only :meth:`finish` insists.
+
         Raises
         ------
-        OSError
-            The store cannot be written.
         OutputLockedError
             Another driver took the output over.
         """
-        if now - self._beaten >= self._policy.beat_s or now < self._beaten:
-            self._beaten = now
-            self._wait()
-            self._copying = self._mirror.submit(self._copy_and_beat, now)
-
-    def _wait(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.result()
-
-    def _copy_and_beat(self, now: float) -> None:
-        self._check_ours()
-        self._put_lock(now)
-        self._copy()
+        if self._copying is None:
+            if now - self._pushed_at >= self._policy.beat_s or now < self._pushed_at:
+                self._pushed_at = now
+                self._copying = self._mirror.submit(self._copy)
+        elif self._copying.done():
+            error = self._copying.exception()
+            self._copying = None
+            if isinstance(error, OutputLockedError):
+                raise error
+            if error is not None:
+                logger.warning("%s: not copied yet, and tried again (%s)", self.url, without_secrets(describe(error)))
 
     def finish(self, *, complete: bool) -> None:
-        """Copy the rest and give the lock back; the local double goes when the run was complete.
+        """Copy the rest and give the lock back; the local double goes when nothing is left that is only there.
 
         Raises
         ------
-        OSError, OutputLockedError
-            As for :meth:`push`; the local double stays.
+        OutputError
+            The store cannot be written, or another driver took the output over; the local double stays.
         """
+        self._mirror.shutdown(wait=True)  # from here on nobody else copies
         try:
-            self._wait()
-            self._check_ours()
-            self._copy()
+            with self._reached():
+                self._copy()
         finally:
-            self._mirror.shutdown()
             self._unlock()
-        if complete:
+        if complete and not any((Path(self.path) / "_parts").rglob("*.part")):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _copy(self) -> None:
@@ -143,17 +138,20 @@ class Remote(Place):
         folder = Path(self.path)
         if not (folder / MANIFEST).exists():  # the run was refused before it began: what is at the URL stays
             return
+        self._beat(at_once=True)
         names = sorted(filter(_mirrored, (p.name for p in folder.iterdir())), key=lambda name: (name == MANIFEST, name))
         for name in set(self._pushed) - set(names):
             with suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{name}")
             del self._pushed[name]
         for name in names:
-            state = (folder / name).stat()
-            mark = [state.st_size, state.st_mtime_ns]
-            if self._pushed.get(name) != mark:
-                self._fs.put_file(str(folder / name), f"{self._root}/{name}")
-                self._pushed[name] = mark
+            self._beat()
+            with suppress(FileNotFoundError):  # an empty output's file goes when there are rows
+                state = (folder / name).stat()
+                mark = [state.st_size, state.st_mtime_ns]
+                if self._pushed.get(name) != mark:
+                    self._fs.put_file(str(folder / name), f"{self._root}/{name}")
+                    self._pushed[name] = mark
         (folder / PUSHED).write_text(json.dumps(self._pushed))
 
     # ---------------------------------------------------------------- the way in
@@ -186,6 +184,7 @@ class Remote(Place):
             self._pushed = {}
         folder.mkdir(parents=True, exist_ok=True)
         for name, size in there.items():
+            self._beat()
             path = folder / name
             if overwrite:
                 self._pushed[name] = [size, 0]  # goes at the first copy
@@ -212,11 +211,11 @@ class Remote(Place):
             yield
         except OutputError:
             raise
-        except Exception as error:  # every store has exceptions of its own
+        except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
             raise OutputError(
                 f"{self.url} cannot be reached or written ({without_secrets(describe(error))}); check the address, the "
                 "rights, and the credentials that this protocol takes from its environment"
-            ) from error
+            ) from None  # the cause may hold the whole URL
 
     # ---------------------------------------------------------------- the lock
 
@@ -224,7 +223,7 @@ class Remote(Place):
         owner, at = self._owner()
         if owner is not None:
             age = max(now - at, 0.0)
-            if not is_stale(owner, age, self._policy.stale_s, self._me):
+            if owner.token not in UNDELETED and not is_stale(owner, age, self._policy.stale_s, self._me):
                 raise OutputLockedError(self.url, str(owner), age)
             logger.warning("%s: taking over from %s, which is gone", self.url, owner)
             self._fs.rm_file(f"{self._root}/{LOCK}")
@@ -235,8 +234,24 @@ class Remote(Place):
 
     def _put_lock(self, now: float, mode: str = "overwrite") -> None:
         value = json.dumps({**asdict(self._me), "at": now}).encode()
-        with self._guard:
-            self._fs.pipe_file(f"{self._root}/{LOCK}", value, mode=mode)
+        self._fs.pipe_file(f"{self._root}/{LOCK}", value, mode=mode)
+
+    def _beat(self, *, at_once: bool = False) -> None:
+        """Show that this driver lives; cheap when called often.
+
+        Raises
+        ------
+        OutputLockedError
+            Another driver took the output over, since this one had not been heard of for too long.
+        """
+        now = time.time() + self._ahead
+        if not at_once and 0 <= now - self._beaten < self._policy.beat_s:
+            return
+        owner, at = self._owner()
+        if owner is None or owner.token != self._me.token:
+            raise OutputLockedError(self.url, str(owner or "another driver, which has ended since"), max(now - at, 0.0))
+        self._put_lock(now)
+        self._beaten = now
 
     def _owner(self) -> tuple[Owner | None, float]:
         try:
@@ -246,16 +261,14 @@ class Remote(Place):
             return None, 0.0
         return parse_owner(json.dumps(found).encode()), at
 
-    def _check_ours(self) -> None:
-        owner, at = self._owner()
-        if owner is not None and owner.token != self._me.token:
-            raise OutputLockedError(self.url, str(owner), max(time.time() - at, 0.0))
-
     def _unlock(self) -> None:
-        with suppress(Exception):  # a lock that stays is taken over later
+        try:
             owner, _ = self._owner()
             if owner is not None and owner.token == self._me.token:
                 self._fs.rm_file(f"{self._root}/{LOCK}")
+        except Exception as error:  # noqa: BLE001 - every store has its own; others wait until the lock is old, we need not
+            UNDELETED.add(self._me.token)
+            logger.warning("%s: the lock stays for a while (%s)", self.url, without_secrets(describe(error)))
 
 
 @contextmanager
@@ -283,9 +296,11 @@ def output_at(sink: str, source: Source, *, now: float, overwrite: bool) -> Iter
         try:
             place.finish(complete=False)
         except Exception as other:  # noqa: BLE001 - why the run stops matters more
-            error.add_note(f"and {place.url} is behind its local double {place.path}: {describe(other)}")
+            error.add_note(
+                f"and {place.url} is behind its local double {place.path}: {without_secrets(describe(other))}"
+            )
         if isinstance(error, OutputError):
-            raise _renamed(error, place) from error
+            raise _renamed(error, place) from error.__cause__
         raise
     place.finish(complete=True)
 
@@ -310,7 +325,7 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise OutputError(
             f"{without_secrets(url)} cannot be reached ({without_secrets(describe(error))}); check the address and install "
             "what its protocol needs"
-        ) from error
+        ) from None
     return fs, str(root).rstrip("/")
 
 

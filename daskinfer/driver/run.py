@@ -193,8 +193,8 @@ class _Run:
         except OSError as error:
             self._save(error)
             raise OutputError(
-                f"{self._path}: reading or writing failed ({describe(error)}); what was done until then is safe: mend that, "
-                "and run again with resume=True (--resume)"
+                f"{self._path}: reading or writing failed ({without_secrets(describe(error))}); what was done until then is "
+                "safe: mend that, and run again with resume=True (--resume)"
             ) from error
         except BaseException as error:
             self._save(error)
@@ -235,9 +235,9 @@ class _Run:
         """Make safe what can be, without hiding why the run stops."""
         try:
             self._checkpoint.interrupt(time.time())
+            self._note_committed()
         except (OSError, OutputError) as error:
-            reason.add_note(f"and the last results could not be written: {describe(error)}")
-        self._note_committed()
+            reason.add_note(f"and the last results could not be written: {without_secrets(describe(error))}")
 
     def _loop(self, stop: Interrupt) -> None:
         offer = self._pull(BLOCK_ROWS)

@@ -13,7 +13,7 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 
-from daskinfer.checkpoint import Place, output_at
+from daskinfer.checkpoint import CheckpointPolicy, Place, output_at
 from daskinfer.checkpoint.remote import LOCK, MANIFEST, Remote
 from daskinfer.errors import MissingColumnError, OutputError, OutputExistsError, OutputLockedError
 from daskinfer.storage import open_source
@@ -85,7 +85,7 @@ def rows_at(url: str) -> list[dict[str, Any]]:
 def names_at(url: str) -> set[str]:
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
-    return {Path(path).name for path in fs.ls(root, detail=False)}
+    return {Path(path).name for path in fs.glob(f"{root.rstrip('/')}/*")}
 
 
 def doubles(tmp_path: Path) -> list[Path]:
@@ -132,8 +132,7 @@ def test_a_run_that_dies_loses_no_copied_chunk(url: str, tmp_path: Path, monkeyp
     with opened(place.path, source) as checkpoint:
         first.watch = lambda _: place.push(NOW + 100 * len(first.seen))
         first.drive(checkpoint, source)
-    place.push(NOW + 1e6)
-    place._wait()
+    place._mirror.submit(place._copy).result()
     place._unlock()  # as its age would
     copied = [row["prompt"] for row in rows_at(url)]
     assert copied
@@ -164,6 +163,57 @@ def test_failed_rows_are_replaced(url: str, tmp_path: Path) -> None:
     assert len(rows_at(url)) == 40
 
 
+def test_rows_that_are_not_published_stay_on_this_machine(url: str, tmp_path: Path) -> None:
+    """A run that only tries failed rows again ends well with parts of earlier chunks still there."""
+    source, first = lines(tmp_path / "in.jsonl", 200), Run(stop_after=100)
+    policy = CheckpointPolicy(chunk_rows=200, flush_s=0.5, chunk_s=1e6, interrupt_files=1)
+    go(url, source, first, policy=policy)
+    published = {row["prompt"] for row in rows_at(url)}
+    again, last = Run(fails=lambda _: False), Run(fails=lambda _: False)
+    go(url, source, again, retry_failed=True, policy=policy)
+    go(url, source, last, resume=True, policy=policy)
+    assert len(published) < len(first.seen)
+    assert not set(last.seen) & {row for row in first.seen if row % 7 != 3}
+    assert len(rows_at(url)) == 200
+
+
+def test_an_output_that_another_driver_finished_is_not_touched(url: str, tmp_path: Path) -> None:
+    """This driver slept; the other one took over, ended, and took its lock away."""
+    source, place = lines(tmp_path / "in.jsonl"), Remote(url, NOW)
+    with opened(place.path, source) as checkpoint:
+        Run(stop_after=10).drive(checkpoint, source)
+    place._unlock()
+    before = names_at(url)
+    with pytest.raises(OutputLockedError, match="another driver, which has ended since"):
+        place.finish(complete=True)
+    assert names_at(url) == before
+    assert Path(place.path).exists()
+
+
+def test_a_store_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASKINFER_CACHE", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    source, failures = lines(tmp_path / "in.jsonl"), iter([OSError("no network")] * 2)
+    put = fs.put_file
+
+    def put_file(*arguments: Any, **options: Any) -> None:
+        for failure in failures:
+            raise failure
+        put(*arguments, **options)
+
+    monkeypatch.setattr(type(fs), "put_file", lambda self, *a, **k: put_file(*a, **k))
+    place = Remote("memory://bucket/answers/", NOW)
+    with opened(place.path, source) as checkpoint:
+        run = Run()
+        run.watch = lambda _: place.push(NOW + 100 * len(run.seen))
+        run.drive(checkpoint, source)
+    while next(failures, None):
+        place._mirror.submit(lambda: None).result()
+    place.finish(complete=True)
+    assert len(rows_at("memory://bucket/answers/")) == 40
+
+
 def test_c49_a_second_driver_is_refused(url: str, tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl")
     place = Remote(url, NOW)
@@ -180,8 +230,11 @@ def test_the_lock_of_another_host_is_taken_over_when_it_is_old(url: str, tmp_pat
     fs.pipe_file(f"{root.rstrip('/')}/{LOCK}", json.dumps({**held, "host": "elsewhere", "token": "x"}).encode())
     with pytest.raises(OutputLockedError, match="elsewhere"):
         go(url, source, Run(), now=NOW + 100)
+    manifest = Path(place.path) / MANIFEST
+    manifest.write_text("{}")  # there is something to copy
     with pytest.raises(OutputLockedError, match="elsewhere"):
         place.finish(complete=False)
+    manifest.unlink()
     go(url, source, Run(), now=NOW + 200)
     assert len(rows_at(url)) == 40
 
