@@ -35,7 +35,7 @@ def marked(notebook: Path) -> Any:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("notebook", map(marked, NOTEBOOKS))
+@pytest.mark.parametrize("notebook", [marked(path) for path in NOTEBOOKS])
 def test_a_notebook_gives_what_is_committed(notebook: Path, tmp_path: Path) -> None:
     copy = tmp_path / notebook.name
     copy.write_bytes(notebook.read_bytes())

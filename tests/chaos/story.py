@@ -423,7 +423,7 @@ def undisturbed(folder: Path, rows: int) -> pa.Table:
     """Return the output of a run in this process, where nothing goes wrong."""
     write_input(folder / "in.jsonl", rows)
     with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Driver("echo", engine="echo", engine_options=ENGINE, isolation="thread", cluster=cluster) as driver,
     ):
         driver.run(folder / "in.jsonl", folder / "out", columns="text")

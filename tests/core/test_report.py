@@ -17,7 +17,7 @@ from daskinfer.records import (
     Usage,
 )
 from daskinfer.report import RunReport, installed_versions, report_from
-from daskinfer.wording import row_name
+from daskinfer.wording import bytes_text, row_name
 
 
 def report_of(*events: Event, path: str | None = "answers/", resumed: bool = False) -> RunReport:
@@ -144,3 +144,10 @@ def test_versions_are_those_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_row_names() -> None:
     assert row_name(17) == "row 17"
     assert row_name((2 << 40) + 17) == "row 17 of file 2"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(None, "-"), (0, "-"), (312e6, "312 MB"), (4.2e9, "4.2 GB"), (1.5e12, "1.5 TB")]
+)
+def test_bytes_for_people(size: float | None, text: str) -> None:
+    assert bytes_text(size) == text

@@ -36,7 +36,8 @@ def parts(rows: int = 50) -> tuple[pd.DataFrame, Any]:
 def test_partitions_are_one_source_with_rows_counted_through() -> None:
     frame, ddf = parts()
     source = open_source(ddf)
-    blocks = list(source.blocks(["text"], ["id"], skip=Intervals([(3, 20), (40, 50)]), rows=8))
+    with dask.config.set(scheduler="sync"):
+        blocks = list(source.blocks(["text"], ["id"], skip=Intervals([(3, 20), (40, 50)]), rows=8))
     ids = [row for block in blocks for row in block.ids]
     assert ids == [*range(3), *range(20, 40)]
     assert [v for block in blocks for v in block.kept["id"].to_pylist()] == frame["id"].iloc[ids].tolist()
@@ -50,7 +51,8 @@ def test_objects_become_json() -> None:
     frame = pd.DataFrame({"m": [[{"role": "user", "content": "a"}], None], "n": pd.Series(["x", 5], dtype=object)})
     with dask.config.set({"dataframe.convert-string": False}):
         source = open_source(dd.from_pandas(frame, npartitions=1))
-    (block,) = source.blocks(["m"], ["m", "n"], skip=Intervals(), rows=8)
+    with dask.config.set(scheduler="sync"):
+        (block,) = source.blocks(["m"], ["m", "n"], skip=Intervals(), rows=8)
     assert block.kept["m"].to_pylist() == ['[{"role": "user", "content": "a"}]', None]
     assert not block.bad
 

@@ -57,7 +57,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_sent_batches_are_not_kept_in_the_logs_of_dask() -> None:
     """Dask logs the last 1,000 messages of each comm, which would be as many batches."""
-    with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=":0") as cluster, Client(cluster) as client:
         with Driver(echo_spec(capacity=2), cluster=client) as driver:
             assert sum(1 for _ in driver.stream(f"row {row}" for row in range(200))) == 200
         logs = [client.scheduler_comm.recent_message_log]

@@ -40,7 +40,7 @@ SECRET = "plugh-secret"
 def encrypted() -> Iterator[LocalCluster]:
     """A cluster whose processes speak to one another through TLS, with certificates made for it."""
     made = LocalCluster(
-        n_workers=1, threads_per_worker=1, security=Security.temporary(), protocol="tls", dashboard_address=None
+        n_workers=1, threads_per_worker=1, security=Security.temporary(), protocol="tls", dashboard_address=":0"
     )
     yield made
     made.close()

@@ -228,11 +228,13 @@ def test_what_is_not_rows_is_refused(given: Any) -> None:
         open_source(given)
 
 
-def test_dask_frames_are_refused_with_advice() -> None:
+def test_dask_collections_other_than_frames_are_refused_with_advice() -> None:
+    import dask.bag as db
     import dask.dataframe as dd
 
-    with pytest.raises(SourceError, match=r"a dask\..* is not rows"):
-        open_source(dd.from_pandas(pd.DataFrame({"a": [1]}), npartitions=1))
+    for given in (db.from_sequence(["a"]), dd.from_pandas(pd.DataFrame({"a": [1]}), npartitions=1)["a"]):
+        with pytest.raises(SourceError, match=r"a dask\..* is not rows"):
+            open_source(given)
 
 
 def test_an_open_source_is_passed_through() -> None:
