@@ -47,7 +47,7 @@ def open_source(obj: Any, *, name: str | None = None) -> Source:
         from daskinfer.storage.frame import FrameSource
 
         return FrameSource(obj, name or "the DataFrame")
-    if kind.startswith("dask.dataframe") and hasattr(obj, "partitions") and hasattr(obj, "columns"):
+    if kind.startswith("dask.dataframe") and getattr(obj, "ndim", 0) == 2:
         from daskinfer.storage.partitions import PartitionsSource
 
         return PartitionsSource(obj, name or "the dask DataFrame")
