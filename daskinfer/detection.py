@@ -2,7 +2,8 @@
 
 :class:`FailureDetector` takes a look at all workers every ``detection_interval_s``: the age of their last heartbeat, and of
 what their engines are doing. One that is found wanting ``failure_threshold`` times in a row is evicted: the scheduler
-removes it, its rows run elsewhere, and its nanny or the driver starts another one in its place.
+removes it, its rows run elsewhere, and its nanny or the driver starts another one in its place. One that Dask has paused
+keeps what others have on it, and gives back what it has not begun.
 
 Runs on: client, scheduler.
 """
@@ -21,8 +22,8 @@ __all__ = [
     "RUNS",
     "WORKERS",
     "Do",
-    "Eviction",
     "FailureDetector",
+    "Finding",
     "Roster",
     "Rule",
     "Sighting",
@@ -34,6 +35,9 @@ __all__ = [
 
 HEARTBEATS = 3
 """Fewest heartbeats that fit into the time after which a worker is called silent."""
+
+TTL_S = 300.0
+"""Dask's default of ``distributed.scheduler.worker-ttl``, for clusters on which it is switched off."""
 
 FAILED_GRACE_S = 3.0
 """How long all known workers may have failed before the job does: others may just be joining."""
@@ -48,6 +52,7 @@ class Do(Enum):
     FAIL = "fail"
     QUARANTINE = "quarantine"
     RESTART = "restart engine"
+    RELEASE = "release batches"
     EVICT = "evict worker"
     WAIT = "wait"
     ABORT = "abort"
@@ -91,6 +96,12 @@ class Sighting:
         How long the engine's present step, or its load, had lasted at that heartbeat; 0 when there is none.
     stranded_s : float
         How long it has been paused with batches that it does not begin; 0 when it has none.
+    paused : bool
+        Dask has paused it, since its memory is full.
+    held_up : bool
+        Its heartbeats may be late though it is well: it is paused, a model loads, or an engine shares its interpreter.
+    step_limit_s, load_limit_s : float
+        After how long its own watchdog ends a step or a load; another driver may have set them.
     """
 
     worker: str
@@ -98,6 +109,10 @@ class Sighting:
     step_age_s: float = 0.0
     load_age_s: float = 0.0
     stranded_s: float = 0.0
+    paused: bool = False
+    held_up: bool = False
+    step_limit_s: float = 0.0
+    load_limit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,15 @@ class _Worker:
     seen: Sighting
     health: HealthPolicy
     timeout_s: float
+    ttl_s: float
+
+    @property
+    def stuck_in_step(self) -> bool:
+        return self.seen.step_age_s > max(self.health.step_timeout_s, self.seen.step_limit_s) + self.timeout_s
+
+    @property
+    def stuck_in_load(self) -> bool:
+        return self.seen.load_age_s > max(self.health.load_timeout_s, self.seen.load_limit_s) + self.timeout_s
 
 
 WORKERS: tuple[Rule, ...] = (
@@ -115,28 +139,36 @@ WORKERS: tuple[Rule, ...] = (
         "no heartbeat for `heartbeat_timeout_s`",
         Do.EVICT,
         "it is dead, stopped or cut off",
-        lambda c: c.seen.silent_s > c.timeout_s,
+        lambda c: not c.seen.held_up and c.seen.silent_s > c.timeout_s,
     ),
+    Rule(
+        "silent",
+        "no heartbeat for Dask's `worker-ttl`, if longer, while it loads, runs an engine as a thread, or is paused",
+        Do.EVICT,
+        "it is dead, stopped or cut off",
+        lambda c: c.seen.silent_s > max(c.timeout_s, c.ttl_s),
+    ),
+    Rule(
+        "paused",
+        "for `heartbeat_timeout_s`, with batches that it does not begin",
+        Do.RELEASE,
+        "Dask leaves them there for ever; the worker itself is well",
+        lambda c: c.seen.stranded_s > c.timeout_s,
+    ),
+    Rule("paused", "otherwise", Do.WAIT, "others may need what is in its memory", lambda c: c.seen.paused),
     Rule(
         "stuck in a step",
         "`step_timeout_s` and `heartbeat_timeout_s` over",
         Do.EVICT,
         "its own watchdog should have ended that step",
-        lambda c: c.seen.step_age_s > c.health.step_timeout_s + c.timeout_s,
+        lambda c: c.stuck_in_step,
     ),
     Rule(
         "stuck in a load",
         "`load_timeout_s` and `heartbeat_timeout_s` over",
         Do.EVICT,
         "its own watchdog should have ended that load",
-        lambda c: c.seen.load_age_s > c.health.load_timeout_s + c.timeout_s,
-    ),
-    Rule(
-        "paused",
-        "for `heartbeat_timeout_s`, with batches that it does not begin",
-        Do.EVICT,
-        "Dask leaves them there for ever",
-        lambda c: c.seen.stranded_s > c.timeout_s,
+        lambda c: c.stuck_in_load,
     ),
     Rule("anything else", "any", Do.WAIT, "it is well, or may yet be", always),
 )
@@ -166,10 +198,11 @@ def check_heartbeats(health: HealthPolicy, interval_s: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction:
-    """A worker to be removed, and why in words."""
+class Finding:
+    """What is to be done about a worker, and why in words."""
 
     worker: str
+    do: Do
     reason: str
 
 
@@ -194,7 +227,7 @@ class FailureDetector:
         self._due = now + self.health.detection_interval_s
         return True
 
-    def look(self, sightings: Iterable[Sighting], interval_s: float) -> list[Eviction]:
+    def look(self, sightings: Iterable[Sighting], interval_s: float, ttl_s: float = TTL_S) -> list[Finding]:
         """Take a look at all workers; return those that were found wanting ``failure_threshold`` times in a row.
 
         Parameters
@@ -203,18 +236,20 @@ class FailureDetector:
             A worker that is not among them is forgotten.
         interval_s : float
             Seconds between two heartbeats at present: they are sent less often on large clusters.
+        ttl_s : float
+            Dask's own time for a worker without heartbeats.
         """
         timeout_s = max(self.health.heartbeat_timeout_s, HEARTBEATS * interval_s)
         misses: dict[str, int] = {}
         found = []
         for seen in sightings:
-            rule = first(WORKERS, _Worker(seen, self.health, timeout_s))
+            rule = first(WORKERS, _Worker(seen, self.health, timeout_s, ttl_s))
             if rule.do is Do.WAIT:
                 continue
             misses[seen.worker] = self._misses.get(seen.worker, 0) + 1
             if misses[seen.worker] >= self.health.failure_threshold:
                 del misses[seen.worker]
-                found.append(Eviction(seen.worker, _said(rule, seen)))
+                found.append(Finding(seen.worker, rule.do, _said(rule, seen)))
         self._misses = misses
         return found
 

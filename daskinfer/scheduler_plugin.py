@@ -23,7 +23,7 @@ from daskinfer.config import HealthPolicy
 from daskinfer.dashboard import Board
 from daskinfer.dashboard.prometheus import expose, of_board, withdraw
 from daskinfer.dashboard.serving import serve, show
-from daskinfer.health import Watch
+from daskinfer.health import Watch, name_of
 
 __all__ = ["DaskinferScheduler", "Leases", "keep_few_messages"]
 
@@ -131,7 +131,7 @@ class DaskinferScheduler(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note when a worker came."""
         self._first_seen[worker] = monotonic()
-        self._names[worker] = str(scheduler.workers[worker].name)
+        self._names[worker] = name_of(scheduler.workers[worker])
         self.watch.came(self._names[worker])
         keep_few_messages(scheduler.stream_comms.get(worker))
 
@@ -155,6 +155,7 @@ class DaskinferScheduler(SchedulerPlugin):
         if state is None:  # lost between grant and call
             return
         self._ready.setdefault(key, set()).add(worker)
+        self.watch.ready(key, state)
         recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         scheduler.transitions(recommended, stimulus_id=f"daskinfer-ready-{monotonic()}")
 
@@ -199,7 +200,7 @@ class DaskinferScheduler(SchedulerPlugin):
         workers : list of dict
             ``address, state, slots, capacity, error, status, metrics``; state is one of ``starting, loading,
             ready, restarting, failed, excluded``.
-        evicted, lost, unplaced_s, heartbeat_s
+        evicted, released, lost, unplaced_s, heartbeat_s
             See :meth:`Watch.told`.
         page : str
             What a person should know of the page on the dashboard, or "".
@@ -244,12 +245,15 @@ class DaskinferScheduler(SchedulerPlugin):
         ready = worker.address in self._ready.get(key, ())
         if state in ("loading", "new") and ready and not figures.get("error"):
             state = "ready"  # the heartbeat is older than the ready call
+        given_up = self.watch.given_up.get((key, worker.address), "")
+        if given_up:
+            state = "failed"
         return {
             "address": worker.address,
             "state": state,
             "slots": int(worker.resources.get(f"{NAME}-{key}", 0)),
             "capacity": int(figures.get("capacity", 0)),
-            "error": figures.get("error", ""),
+            "error": given_up or figures.get("error", ""),
             "status": worker.status.name,
             "metrics": {
                 **figures,

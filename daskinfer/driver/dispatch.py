@@ -97,14 +97,16 @@ class Dispatcher:
         self._sharing = False
         self._fleet = Fleet()
         self._error: DaskinferError | None = None
-        self._heard = self._served = time.monotonic()
+        self._began = self._heard = self._served = time.monotonic()
         self._poller: asyncio.Task[None] | None = None
         self._deployed = False
         self._noted: set[str] = set()
         self._replace = replace
         self._replacing: asyncio.Task[None] | None = None
         self._replaced_at: dict[str, float] = {}
+        self._replace_from = 0.0
         self._evicted: dict[str, str] = {}
+        self._released: dict[str, str] = {}
         self._unplaced_s = 0.0
 
     # ---------------------------------------------------------------- life
@@ -268,37 +270,53 @@ class Dispatcher:
             self._fleet = fleet
             self._share()
         self._unplaced_s = status["unplaced_s"]
-        self._mend(status["evicted"], status["lost"], now)
+        self._tell(status["evicted"], status["released"], now)
+        self._mend(status["lost"], now)
         return float(status["heartbeat_s"])
 
-    def _mend(self, evicted: dict[str, str], lost: dict[str, float], now: float) -> None:
-        """Tell of workers that the scheduler has evicted, and see that lost ones are replaced."""
+    def _tell(self, evicted: dict[str, str], released: dict[str, str], now: float) -> None:
+        """Tell of workers that the scheduler has evicted, or relieved of batches."""
         for address, reason in evicted.items():
             if address not in self._evicted:
                 self._publish(Noted(now, f"{address} was evicted: {reason}; its rows run elsewhere"))
-        self._evicted = evicted
+        for address, reason in released.items():
+            if self._released.get(address) != reason:
+                self._publish(Noted(now, f"{address} gave back batches: {reason}; they run elsewhere"))
+        self._evicted, self._released = evicted, released
+
+    def _mend(self, lost: dict[str, float], now: float) -> None:
+        """See that lost workers are replaced."""
         limit = self.health.heartbeat_timeout_s + REPLACE_S
         # A new one may wait for a machine, and is not replaced again unless it, too, was there and is lost.
         names = [n for n, age_s in lost.items() if age_s > limit and now - age_s > self._replaced_at.get(n, -math.inf)]
-        if names and self._replace is not None and (self._replacing is None or self._replacing.done()):
+        if self._replace is None:
+            names = [name for name in names if now - lost[name] > self._began]  # others were lost to others
+            self._replaced_at |= dict.fromkeys(names, now)
+            if names:
+                self._say(f"{_gone(names)}; start another: a driver that has only a scheduler's address cannot")
+        elif names and now >= self._replace_from and (self._replacing is None or self._replacing.done()):
             self._replacing = asyncio.create_task(self._replaced(self._replace, names))
 
     async def _replaced(self, replace: Replace, names: Sequence[str]) -> None:
+        started: Sequence[str] = ()
         try:
             started = await replace(names)
         except Exception as error:  # noqa: BLE001 - of a cluster class that we may not know; the run goes on without
             logger.warning("the cluster could not replace %s: %s", ", ".join(names), describe(error))
-            return
-        self._replaced_at |= dict.fromkeys(names, time.monotonic())
-        for name in started:
-            self._publish(
-                Noted(time.monotonic(), f"worker {name} was lost and did not come back: the cluster starts another")
-            )
+        now = time.monotonic()
+        self._replace_from = now + REPLACE_S  # those that it did not start are not asked for with every poll
+        self._replaced_at |= dict.fromkeys(started, now)
+        if started:
+            self._say(f"{_gone(started)}; the cluster starts another")
+
+    def _say(self, message: str) -> None:
+        logger.warning(message)
+        self._publish(Noted(time.monotonic(), message))
 
     async def loss(self, worker: str) -> str:
         """Return how a worker was lost, in words, as far as the scheduler knows."""
         if worker not in self._evicted:
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(Exception):  # whatever it is: the rows must be told of, or their run never ends
                 await asyncio.wait_for(self._poll(), LOSS_S)
         reason = self._evicted.get(worker)
         return f"{worker} was evicted: {reason}" if reason else f"{worker} ended unexpectedly"
@@ -330,6 +348,11 @@ class Dispatcher:
         if any(v.state == "paused" for v in self.views):
             told += "; a paused worker uses more of its memory_limit than Dask allows: raise it, or set it to 0"
         return told
+
+
+def _gone(names: Sequence[str]) -> str:
+    who = f"worker {names[0]} was" if len(names) == 1 else f"workers {', '.join(names)} were"
+    return f"{who} lost and did not come back"
 
 
 def _view(row: dict[str, Any]) -> WorkerView:

@@ -167,7 +167,7 @@ class Driver(Service):
                 self.health,
                 self.requires,
                 expected=self._connection.expected,
-                replace=self._connection.replace,
+                replace=self._connection.replace if self._connection.cluster is not None else None,
             )
             with lost_is_said("sending the model to the workers"):
                 self._sync(dispatcher.start)
@@ -446,7 +446,7 @@ class Driver(Service):
         postprocess : callable
             Changes the outputs: a list of outputs in, a list of the same kind out.
         report : bool or None
-            Write ``_report.html`` and ``_report.json`` into the output's folder (beside one file: ``name.report.html``).
+            Write ``_report.html`` and ``_report.json`` into the output's folder (beside one file: ``_name.report.html``).
             None: the page only when the run took more than 10 seconds; False: neither.
 
         Returns

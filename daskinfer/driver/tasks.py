@@ -233,7 +233,11 @@ class Tasks:
         if self._closed:
             return
         if self._stream is None:
-            self._stream = self._dispatcher.adopt(TaskStream(self._dispatcher, self._deliver, self._fail_all))
+            try:
+                self._stream = self._dispatcher.adopt(TaskStream(self._dispatcher, self._deliver, self._fail_all))
+            except DaskinferError as error:  # nobody would ever answer
+                self._fail_all(error)
+                return
         self._stream.offer(request, priority)
 
     def _deliver(self, results: Sequence[Result], worker: str) -> None:

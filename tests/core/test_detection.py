@@ -24,8 +24,8 @@ WELL = Sighting("w", silent_s=0.5)
 
 
 def looks(detector: FailureDetector, *seen: Sighting, interval_s: float = 0.5) -> list[list[str]]:
-    """What each of the looks found, as reasons."""
-    return [[e.reason for e in detector.look([sighting], interval_s)] for sighting in seen]
+    """What each of the looks found, as reasons; Dask itself would wait for a minute."""
+    return [[f.reason for f in detector.look([sighting], interval_s, 60)] for sighting in seen]
 
 
 # ---------------------------------------------------------------- workers
@@ -37,13 +37,41 @@ def looks(detector: FailureDetector, *seen: Sighting, interval_s: float = 0.5) -
         (replace(WELL, silent_s=10.5), "silent for 10 s (it is dead, stopped or cut off)"),
         (replace(WELL, step_age_s=71), "stuck in a step for 71 s"),
         (replace(WELL, load_age_s=611), "stuck in a load for 611 s"),
-        (replace(WELL, stranded_s=11), "paused for 11 s"),
+        (replace(WELL, silent_s=61, held_up=True), "silent for 61 s"),
+        (replace(WELL, silent_s=61, held_up=True, paused=True, stranded_s=70), "silent for 61 s"),
     ],
 )
 def test_a_worker_found_wanting_often_enough_is_evicted_with_the_reason(seen: Sighting, said: str) -> None:
-    found = looks(FailureDetector(HEALTH), *[seen] * 7)
+    detector = FailureDetector(HEALTH)
+    found = [detector.look([seen], 0.5, 60) for _ in range(7)]
     assert [len(each) for each in found] == [0, 0, 1, 0, 0, 1, 0]  # after an eviction the count begins again
-    assert found[2][0].startswith(said)
+    assert (found[2][0].worker, found[2][0].do) == ("w", Do.EVICT)
+    assert found[2][0].reason.startswith(said)
+
+
+def test_a_paused_worker_gives_back_batches_and_is_never_evicted_as_stuck() -> None:
+    detector = FailureDetector(HEALTH)
+    stuck = replace(WELL, paused=True, held_up=True, step_age_s=9_999, load_age_s=9_999)
+    assert [detector.look([stuck], 0.5, 60) for _ in range(9)] == [[]] * 9
+    stranded = replace(stuck, stranded_s=11)
+    found = [detector.look([stranded], 0.5, 60) for _ in range(3)]
+    assert [(f.do, f.reason[:15]) for f in found[2]] == [(Do.RELEASE, "paused for 11 s")]
+
+
+def test_the_limits_of_a_worker_count_where_they_are_longer_than_those_of_the_driver_that_looks() -> None:
+    """Of two drivers of one model the first one's policy is in the workers."""
+    theirs = replace(WELL, step_limit_s=90, load_limit_s=900)
+    detector = FailureDetector(replace(HEALTH, failure_threshold=1))
+    assert looks(detector, replace(theirs, step_age_s=100), replace(theirs, load_age_s=910)) == [[], []]
+    found = looks(detector, replace(theirs, step_age_s=101), replace(theirs, load_age_s=911))
+    assert [len(each) for each in found] == [1, 1]
+    assert len(looks(detector, replace(WELL, step_limit_s=9, step_age_s=71))[0]) == 1
+
+
+def test_what_holds_up_heartbeats_never_shortens_the_timeout() -> None:
+    detector = FailureDetector(replace(HEALTH, failure_threshold=1))
+    assert detector.look([replace(WELL, silent_s=9, held_up=True)], 0.5, 1.0) == []
+    assert len(detector.look([replace(WELL, silent_s=11, held_up=True)], 0.5, 1.0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,7 +81,8 @@ def test_a_worker_found_wanting_often_enough_is_evicted_with_the_reason(seen: Si
         replace(WELL, silent_s=10),
         replace(WELL, step_age_s=70),  # its own watchdog has heartbeat_timeout_s to act
         replace(WELL, load_age_s=610),
-        replace(WELL, stranded_s=10),
+        replace(WELL, stranded_s=10, paused=True, held_up=True),
+        replace(WELL, silent_s=60, held_up=True),
     ],
 )
 def test_a_worker_within_its_limits_is_left_alone(seen: Sighting) -> None:
@@ -70,7 +99,7 @@ def test_workers_are_counted_one_by_one_and_forgotten_when_they_are_gone() -> No
     one, two = Sighting("1", 11), Sighting("2", 11)
     assert detector.look([one], 0.5) == []
     assert detector.look([two], 0.5) == []  # the first was not among them
-    assert [e.worker for e in detector.look([one, two], 0.5)] == ["2"]
+    assert [f.worker for f in detector.look([one, two], 0.5)] == ["2"]
 
 
 def test_fewer_heartbeats_on_large_clusters_mean_a_longer_timeout() -> None:
@@ -92,8 +121,8 @@ def test_looks_are_due_at_intervals() -> None:
 def test_nobody_is_evicted_who_is_well(seen: list[Sighting]) -> None:
     detector = FailureDetector(HEALTH)
     for sighting in seen:
-        for eviction in detector.look([sighting], 0.5):
-            assert sighting.worker == eviction.worker
+        for found in detector.look([sighting], 0.5):
+            assert (sighting.worker, Do.EVICT) == (found.worker, found.do)
             assert sighting.silent_s > 10 or sighting.step_age_s > 70 or sighting.load_age_s > 610
 
 

@@ -114,19 +114,23 @@ def test_c42_paused_workers_are_named_within_a_deadline(made: LocalCluster) -> N
             driver.generate(["x"])
 
 
-def test_batches_that_a_paused_worker_does_not_begin_run_elsewhere(made: LocalCluster, fault_dir: Path) -> None:
+def test_batches_that_a_paused_worker_does_not_begin_run_elsewhere_and_it_is_not_evicted(made: LocalCluster) -> None:
     spec = echo_spec(lengths=50, step_s=0.02, capacity=1, prefix="stranded ")
     with Driver(spec, cluster=made, health=HEALTH, batch=BatchPolicy(rows=1)) as driver:
         wait_until(lambda: states(driver) == ["ready", "ready"], 30)
         stranded = driver.workers()[0].address
         driver.client.run(lambda dask_worker: setattr(dask_worker.state, "nthreads", 1), workers=[stranded])
+        held = driver.client.scatter("of others", workers=[stranded], hash=False)
         job = driver.submit(f"row {i}" for i in range(24))
         wait_until(lambda: any(view.metrics["batches"] for view in driver.workers()))
         driver.client.run(by_value(pause), workers=[stranded])
         results = job.result(90)
         conservation(range(24), results)
         assert all(result.ok for result in results)
-        assert "paused" in driver._running._evicted[stranded]
+        assert "paused" in driver._running._released[stranded]
+        assert driver._running._evicted == {}
+        assert states(driver) == ["paused", "ready"]
+        assert held.result() == "of others"
 
 
 def test_a_heartbeat_timeout_below_three_heartbeats_is_refused(made: LocalCluster) -> None:

@@ -73,6 +73,11 @@ def test_rows_come_back_under_their_own_ids(isolation: str) -> None:
         assert figures["state"] == "ready"
         assert figures["completion_tokens"] == 200
         assert figures["batches"] == 0
+        assert (figures["isolation"], figures["step_timeout_s"], figures["load_timeout_s"]) == (
+            isolation,
+            HEALTH.step_timeout_s,
+            HEALTH.load_timeout_s,
+        )
 
     states: list[str] = []
     with_host(echo_spec(isolation=isolation, lengths=2, capacity=8), test, states=states)
