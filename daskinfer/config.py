@@ -75,7 +75,7 @@ class ModelSpec:
     engine_code : bytes or None
         A class that is not importable on the workers, pickled by value; opened only in the engine's process.
     engine_digest : str
-        Qualified name and source hash of that class: what the key knows of it.
+        Qualified name and source hash of that class: what a run's fingerprint knows of it.
     """
 
     model: str
@@ -118,7 +118,11 @@ class ModelSpec:
 
     @property
     def key(self) -> str:
-        """Ten hexadecimal digits that name this specification."""
+        """Ten hexadecimal digits that name this specification.
+
+        Of a class that travels by value all that is pickled counts, also what it closes over: a changed class is never
+        served by an engine that has the old one. Its pickle differs between processes, so they do not share its engines.
+        """
         everything = {
             **self.fingerprint(),
             "options": dict(sorted(self.options.items())),
@@ -126,6 +130,7 @@ class ModelSpec:
             "trust": self.trust_remote_code,
             "isolation": self.isolation,
             "threads": self.threads,
+            "code": hashlib.sha256(self.engine_code).hexdigest() if self.engine_code else None,
         }
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:10]
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import io
 import json
+import pickle
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -54,9 +56,7 @@ def engine_class(spec: ModelSpec) -> type[Engine]:
     """
     name, code = resolve(spec), spec.engine_code
     if code is not None:
-        import cloudpickle
-
-        return _checked(_loaded(name, lambda: cloudpickle.loads(code)), name)
+        return _checked(_loaded(name, lambda: _Apart(io.BytesIO(code)).load()), name)
     if ":" in name:
         return _checked(_loaded(name, lambda: _import(name)), name)
     for entry in entry_points(group=GROUP):
@@ -77,6 +77,19 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:
         raise ConfigError(f"engine={name!r} cannot be imported here: {describe(error)}") from error
+
+
+class _Apart(pickle.Unpickler):
+    """Makes new classes where cloudpickle, in the process that a class comes from, would overwrite the class itself.
+
+    An overwritten class no longer sees it when a notebook gives new values to what its methods refer to.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle" and name.startswith("_make_skeleton_"):
+            return lambda *arguments: found(*arguments[:-2], None, arguments[-1])  # without the id it is known by
+        return found
 
 
 def _checked(found: Any, name: str) -> type[Engine]:

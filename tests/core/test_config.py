@@ -85,6 +85,8 @@ def test_the_key_names_what_is_loaded() -> None:
         ModelSpec("m", device="cpu"),
         ModelSpec("m", engine="echo"),
         ModelSpec("m", engine_digest="__main__.Mine:abc"),
+        ModelSpec("m", engine_code=b"class Mine"),
+        ModelSpec("m", engine_code=b"class Mine, changed"),
         ModelSpec("m", trust_remote_code=True),
         ModelSpec("m", isolation="thread"),
         ModelSpec("m", threads=2),
@@ -103,6 +105,8 @@ def test_c38_the_fingerprint_is_what_decides_the_output() -> None:
     different = [ModelSpec("m", options={"echo": 2}), ModelSpec("n"), ModelSpec("m", revision="v1")]
     assert all(other.fingerprint() != spec.fingerprint() for other in different)
     assert ModelSpec("m", engine="pkg.mod:E", engine_digest="E:abc").fingerprint()["engine"] == "E:abc"
+    pickled = [ModelSpec("m", engine_digest="E:abc", engine_code=code) for code in (b"here", b"elsewhere")]
+    assert pickled[0].fingerprint() == pickled[1].fingerprint()  # the same class is pickled otherwise in each process
 
 
 def test_an_engine_class_is_not_shown() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from daskinfer import engines
 from daskinfer.config import ModelSpec
-from daskinfer.engines import engine_class, engine_names, resolve
+from daskinfer.engines import engine_class, engine_fields, engine_names, resolve
 from daskinfer.engines.base import BatchEngine
 from daskinfer.errors import ConfigError
 from daskinfer.records import Request
@@ -58,6 +58,42 @@ def test_a_path_finds_a_class() -> None:
 def test_a_pickled_class_is_used_instead_of_the_name() -> None:
     spec = ModelSpec("m", engine="__main__:Gone", engine_code=cloudpickle.dumps(GoodEngine))
     assert engine_class(spec).__name__ == "GoodEngine"
+
+
+def test_a_class_that_closes_over_something_else_is_another_engine() -> None:
+    def says(word: str) -> type:
+        class Says(GoodEngine):
+            def infer(self, requests: Sequence[Request]) -> Sequence[Any]:
+                return [word for _ in requests]
+
+        return Says
+
+    one, other = says("a"), says("b")
+    specs = [ModelSpec("m", **engine_fields(each)) for each in (one, one, other)]
+    assert specs[0].key == specs[1].key != specs[2].key
+    assert len({spec.engine_digest for spec in specs}) == 1, "their source is the same"
+
+
+def test_a_class_that_was_pickled_and_loaded_here_still_sees_what_changes() -> None:
+    words = ["a"]
+
+    class Says(GoodEngine):
+        def infer(self, requests: Sequence[Request]) -> Sequence[Any]:
+            return [*words, super().infer(requests)]
+
+    def spec() -> ModelSpec:
+        return ModelSpec("m", **engine_fields(Says))
+
+    def answer(found: Any) -> Any:
+        return found(ModelSpec("m")).infer([])
+
+    before = spec()
+    assert answer(engine_class(before)) == ["a", []]
+    assert spec().key == before.key
+    words[0] = "b"
+    assert answer(Says) == ["b", []]
+    assert spec().key != before.key
+    assert (answer(engine_class(before)), answer(engine_class(spec()))) == (["a", []], ["b", []])
 
 
 @pytest.mark.parametrize(
