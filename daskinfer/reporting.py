@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from daskinfer.errors import describe
 from daskinfer.report import RunReport
 from daskinfer.timeline import Span
 from daskinfer.wording import bytes_text, duration, one_line, row_name, share
@@ -58,19 +59,19 @@ _PAGE = """{% from macros import embed %}<!DOCTYPE html>
 def paths(sink: str) -> tuple[Path, Path] | None:
     """Return where the page and the JSON of an output are; None for one at a URL.
 
-    In a folder they are ``_report.html`` and ``_report.json``, which readers of the folder pass over; beside a file
-    ``answers.jsonl`` they are ``answers.report.html`` and ``answers.report.json``.
+    In a folder they are ``_report.html`` and ``_report.json``; beside a file ``answers.jsonl`` they are
+    ``_answers.report.html`` and ``_answers.report.json``. Readers of a folder or a pattern pass over such names.
     """
     if "://" in sink:
         return None
     path = Path(sink)
     if path.is_dir():
         return path / "_report.html", path / "_report.json"
-    return path.with_name(f"{path.stem}.report.html"), path.with_name(f"{path.stem}.report.json")
+    return path.with_name(f"_{path.stem}.report.html"), path.with_name(f"_{path.stem}.report.json")
 
 
 def write(report: RunReport, *, html: bool | None = None) -> Path | None:
-    """Write the report beside the output; what cannot be written is logged, for the output itself is done.
+    """Write the report beside the output; never raises: a report that cannot be made or written is logged.
 
     Parameters
     ----------
@@ -84,11 +85,11 @@ def write(report: RunReport, *, html: bool | None = None) -> Path | None:
     Path or None
         Of the page, where one was written.
     """
-    where = paths(report.path or "://")
-    if where is None:
-        return None
-    page_path, json_path = where
     try:
+        where = paths(report.path or "://")
+        if where is None:
+            return None
+        page_path, json_path = where
         _put(json_path, json.dumps(report.to_dict(), ensure_ascii=False, indent=1))
         if not (report.seconds > LONG_S if html is None else html):
             return None
@@ -96,8 +97,8 @@ def write(report: RunReport, *, html: bool | None = None) -> Path | None:
     except ImportError:
         logger.info("without Bokeh there is no %s", page_path)
         return None
-    except OSError as error:
-        logger.warning("the report could not be written: %s", error)
+    except Exception as error:  # noqa: BLE001 - it must neither fail a run that is done nor hide why another one stopped
+        logger.warning("the report could not be written: %s", describe(error))
         return None
     return page_path
 
@@ -105,7 +106,7 @@ def write(report: RunReport, *, html: bool | None = None) -> Path | None:
 def _put(path: Path, text: str) -> None:
     """Replace a file in one go."""
     draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
 
 

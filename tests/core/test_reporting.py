@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from daskinfer.records import (
 )
 from daskinfer.report import RunReport, report_from
 from daskinfer.reporting import page, paths, write
+from daskinfer.storage.files import find_files
 from daskinfer.timeline import Recorder
 
 
@@ -51,15 +53,15 @@ def whole_run(path: str, seconds: float = 20.0) -> RunReport:
 
 def test_where_the_files_are(tmp_path: Path) -> None:
     assert paths(str(tmp_path)) == (tmp_path / "_report.html", tmp_path / "_report.json")
-    assert paths("out/answers.jsonl") == (Path("out/answers.report.html"), Path("out/answers.report.json"))
+    assert paths("out/answers.jsonl") == (Path("out/_answers.report.html"), Path("out/_answers.report.json"))
     assert paths("s3://bucket/out/") is None
 
 
 def test_a_long_run_gets_a_page_and_a_short_one_only_when_asked_for(tmp_path: Path) -> None:
     assert write(whole_run(str(tmp_path))) == tmp_path / "_report.html"
     assert write(whole_run(str(tmp_path / "a.csv"), seconds=3.0)) is None
-    assert {path.name for path in tmp_path.iterdir()} == {"_report.html", "_report.json", "a.report.json"}
-    assert write(whole_run(str(tmp_path / "a.csv"), seconds=3.0), html=True) == tmp_path / "a.report.html"
+    assert {path.name for path in tmp_path.iterdir()} == {"_report.html", "_report.json", "_a.report.json"}
+    assert write(whole_run(str(tmp_path / "a.csv"), seconds=3.0), html=True) == tmp_path / "_a.report.html"
     assert write(whole_run("s3://bucket/out/")) is None
     told = json.loads((tmp_path / "_report.json").read_text())
     assert (told["rows"], told["completed"], told["failed"], told["occupancy"]) == (10, 9, 1, 0.5)
@@ -86,6 +88,25 @@ def test_without_bokeh_or_a_place_to_write_the_run_is_done(
     assert {path.name for path in tmp_path.iterdir()} == {"_report.json"}
     assert write(whole_run(str(tmp_path / "gone" / "answers.jsonl"))) is None
     assert "the report could not be written" in caplog.text
+
+
+def test_a_report_that_cannot_be_made_is_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = replace(whole_run(str(tmp_path)), about={"settings": {"prompt": "half a pair: \ud800"}})
+    assert write(report, html=True) == tmp_path / "_report.html"
+    assert "half a pair: \\ud800" in (tmp_path / "_report.json").read_text()
+    monkeypatch.setattr("daskinfer.reporting.page", lambda _: 1 / 0)
+    assert write(report, html=True) is None
+    assert "the report could not be written" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_reports_beside_an_output_are_no_input(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text('{"text": "a"}\n')
+    assert write(whole_run(str(tmp_path / "answers.jsonl")), html=True)
+    for asked in (tmp_path, tmp_path / "*", tmp_path / "*.json*"):
+        assert [Path(file.path).name for file in find_files(str(asked)).files] == ["answers.jsonl"]
 
 
 def test_a_report_of_nothing_can_be_shown() -> None:
