@@ -5,12 +5,13 @@ Runs on: client.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from daskinfer.dataframe.asked import SAMPLING, Inference, asked, prompts_from
+from daskinfer.dataframe.asked import SAMPLING, Inference, asked, prompts_from, with_engine
 from daskinfer.dataframe.partition import infer_partition, infer_through
 from daskinfer.errors import ConfigError
 from daskinfer.prompts import Prompter
@@ -39,9 +40,10 @@ class Infer:
         Name of the new column. The names of further ones begin with it.
     errors : {"column", "raise"}
         "column": a row that fails has nulls, and its reason in ``<output>_error``. "raise": the first one raises.
-    on_long : {"error", "truncate"}
+    on_long : {None, "error", "truncate"}
         What to do with a row that is too long for the model: it fails, or tokens are dropped from ``side`` ("right" or
         "left"); ``<output>_truncated_tokens`` and ``<output>_truncated_side`` then say of each row how many and where.
+        None: what ``truncate`` of ``params`` or of the Driver says, else it fails.
     details : bool
         Add ``<output>_finish_reason``, ``<output>_prompt_tokens`` and ``<output>_completion_tokens``.
     **settings
@@ -73,7 +75,7 @@ class Infer:
         model: Any,
         output: str = "output",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -108,7 +110,7 @@ class Infer:
         model: Any,
         output: str = "output",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -140,7 +142,7 @@ class Infer:
         model: Any,
         output: str = "vector",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -168,7 +170,7 @@ class Infer:
         labels: Sequence[str] | None = None,
         output: str = "label",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -207,7 +209,7 @@ class Infer:
         model: Any,
         output: str = "score",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -236,7 +238,7 @@ class Infer:
         model: Any = "custom",
         output: str = "output",
         errors: str = "column",
-        on_long: str = "error",
+        on_long: str | None = None,
         details: bool = False,
         **settings: Any,
     ) -> Any:
@@ -252,18 +254,27 @@ class Infer:
             mapping of column to value.
         messages : str
             Instead: the column of conversations.
-        model : str or ModelSpec
-            What its ``spec.model`` says.
+        model : str, ModelSpec or Driver
+            What its ``spec.model`` says, or a specification whose engine this one takes the place of, options and all
+            else as they are. A Driver has to have been made with this engine.
         output, errors, on_long, details
             See :class:`Infer`.
         **settings
-            Also sampling parameters; all others are the engine's options.
+            Also sampling parameters; all others are the engine's options, except where ``model`` has some already.
+
+        Raises
+        ------
+        ConfigError
+            The Driver has another engine.
         """
         if (value is None) == (messages is None):
             raise ConfigError("apply: give either a column, template or list of columns, or messages=")
         asks = value if messages is None else messages
         made = prompts_from(self._columns, asks, "generate", messages=messages is not None)
-        settings["engine"] = engine
+        if isinstance(model, str | os.PathLike):
+            settings["engine"] = engine
+        else:
+            model = with_engine(model, engine)
         return self._inferred(
             made,
             model,

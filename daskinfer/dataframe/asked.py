@@ -23,7 +23,7 @@ from daskinfer.errors import ConfigError, MissingColumnError, OutputClashError, 
 from daskinfer.prompts import Prompter, prompter
 from daskinfer.records import SamplingParams
 
-__all__ = ["SAMPLING", "Inference", "asked", "prompts_from"]
+__all__ = ["SAMPLING", "Inference", "asked", "prompts_from", "with_engine"]
 
 _ROWS = ("raw", "system", "side", "output_type", "params", "batch", "retry", "health")
 _SPEC = ("revision", "dtype", "device", "trust_remote_code", "isolation", "threads")
@@ -115,7 +115,7 @@ def asked(  # noqa: PLR0913 - a frame's inference has this much to say
     not_options: Sequence[str] | None,
     output: str,
     errors: str,
-    on_long: str,
+    on_long: str | None,
     details: bool,
     settings: Mapping[str, Any],
 ) -> Inference:
@@ -170,6 +170,32 @@ def asked(  # noqa: PLR0913 - a frame's inference has this much to say
     )
 
 
+def with_engine(model: Any, engine: str | type) -> Any:
+    """Return a ModelSpec with this engine in place of its own, or the Driver that has been made with it.
+
+    Raises
+    ------
+    ConfigError
+        The driver has another engine; a class counts as another one also when what it closes over has changed.
+    """
+    from daskinfer.driver import Driver
+
+    named = {"engine_code": None, "engine_digest": "", **engine_fields(engine)}
+    if isinstance(model, ModelSpec):
+        return replace(model, **named)
+    if isinstance(model, Driver):
+        wanted = replace(model.spec, **named)
+        if wanted.engine_code is None:
+            wanted = replace(wanted, engine=resolve(wanted))
+        if wanted.key != model.spec.key:
+            raise ConfigError(
+                f"engine={wanted.engine!r}: the driver was made with the engine {model.spec.engine!r}, or with this class "
+                "as it was before it was changed; make the driver with this engine, or give model= as a name or ModelSpec"
+            )
+        return model
+    raise ConfigError(f"model={model!r}: must be a name, a path, a ModelSpec or a Driver")
+
+
 def _model(
     model: Any, task: str, settings: dict[str, Any], not_options: Sequence[str] | None
 ) -> tuple[ModelSpec, SamplingParams, tuple[BatchPolicy, RetryPolicy, HealthPolicy]]:
@@ -203,7 +229,9 @@ def _model(
     return spec, SamplingParams(), policies
 
 
-def _params(base: SamplingParams, rows: Mapping[str, Any], settings: Mapping[str, Any], on_long: str) -> SamplingParams:
+def _params(
+    base: SamplingParams, rows: Mapping[str, Any], settings: Mapping[str, Any], on_long: str | None
+) -> SamplingParams:
     for name in settings:
         if name not in SAMPLING:
             raise UnknownOptionError(
@@ -211,12 +239,15 @@ def _params(base: SamplingParams, rows: Mapping[str, Any], settings: Mapping[str
             )
     given = rows.get("params")
     params = given if isinstance(given, SamplingParams) else base.updated(**(given or {}))
-    side = rows.get("side", "right")
-    if on_long not in ("error", "truncate"):
-        raise ConfigError(f"on_long={on_long!r}: must be 'error' or 'truncate'")
+    side = rows.get("side") or params.truncate or "right"
+    if on_long not in (None, "error", "truncate"):
+        raise ConfigError(
+            f"on_long={on_long!r}: must be 'error' or 'truncate', or None for what params or the driver say"
+        )
     if side not in ("left", "right"):
         raise ConfigError(f"side={side!r}: must be 'left' or 'right', the side from which tokens are dropped")
-    params = params.updated(**settings, truncate=side if on_long == "truncate" else None)
+    drops = params.truncate is not None if on_long is None else on_long == "truncate"
+    params = params.updated(**settings, truncate=side if drops else None)
     if params.greedy or params.seed is not None:
         return params
     return params.updated(seed=secrets.randbits(63))  # drawn once, so that computing again gives the same

@@ -4,7 +4,8 @@
 
     acquire ─▶ loading ──▶ serving, held by n partitions ──release──▶ idle ──idle_s──▶ closed
                  │                                                     │
-                 └── failed: forgotten, the next one tries again       └──acquire──▶ serving
+                 ├── failed: forgotten, the next one tries again       └──acquire──▶ serving
+                 └── nobody waits any more: idle, though it still loads
 
 Everything here runs on one event loop: that of the Dask worker, or of a thread of ours (:mod:`daskinfer.dataframe.home`).
 
@@ -53,12 +54,15 @@ class Engines:
         self.threads = threads
         self.closed = False
         self._held: dict[str, _Held] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    async def acquire(self, spec: ModelSpec, health: HealthPolicy) -> Host:
+    async def acquire(self, spec: ModelSpec, health: HealthPolicy, idle_s: float) -> Host:
         """Return a running engine, loading it when there is none; pair it with :meth:`release`.
+
+        When this is cancelled and nobody else waits, the engine is closed ``idle_s`` seconds later, loaded or not.
 
         Raises
         ------
@@ -78,7 +82,7 @@ class Engines:
             self._forget(spec.key, held)
             raise ModelLoadError(spec.model, {self.where: str(error)}) from None
         except BaseException:
-            held.users -= 1
+            self._left(spec.key, held, idle_s)
             raise
         return held.host
 
@@ -87,17 +91,15 @@ class Engines:
         held = self._held.get(spec.key)
         if held is None or held.host is not host:
             return
-        held.users -= 1
-        if held.users == 0:
-            loop = asyncio.get_running_loop()
-            held.timer = loop.call_later(idle_s, self._expire, spec.key, held)
+        self._left(spec.key, held, idle_s)
 
     async def close(self, *, idle_only: bool = False) -> None:
         """Close the engines, or those that nobody uses at the moment."""
         self.closed = self.closed or not idle_only
         gone = [key for key, held in self._held.items() if not (idle_only and held.users)]
         # at exit a thread's engine can no longer be waited for, and need not be
-        await asyncio.gather(*(_closed(self._held.pop(key)) for key in gone), return_exceptions=True)
+        closed = (_closed(self._held.pop(key)) for key in gone)
+        await asyncio.gather(*closed, *self._closing, return_exceptions=True)
 
     # ---------------------------------------------------------------- how
 
@@ -111,11 +113,18 @@ class Engines:
         if self._held.get(key) is held:
             del self._held[key]
 
+    def _left(self, key: str, held: _Held, idle_s: float) -> None:
+        held.users -= 1
+        if held.users == 0:
+            held.timer = asyncio.get_running_loop().call_later(idle_s, self._expire, key, held)
+
     def _expire(self, key: str, held: _Held) -> None:
         if self._held.get(key) is held and held.users == 0:
             del self._held[key]
             logger.info("%s closes %s: nobody used it for a while", self.where, held.host.spec.model)
-            held.loading = asyncio.create_task(_closed(held))
+            closing = asyncio.create_task(_closed(held))
+            self._closing.add(closing)  # the loop itself keeps no hold of its tasks
+            closing.add_done_callback(self._closing.discard)
 
 
 async def _closed(held: _Held) -> None:

@@ -73,7 +73,7 @@ class _Lodging:
 
     @asynccontextmanager
     async def lent(self, spec: ModelSpec, health: HealthPolicy, idle_s: float) -> AsyncIterator[Host]:
-        host = await self.engines.acquire(spec, health)
+        host = await self.engines.acquire(spec, health, idle_s)
         try:
             yield host
         finally:

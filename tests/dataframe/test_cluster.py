@@ -17,6 +17,7 @@ from dask.delayed import delayed
 from distributed import Client, LocalCluster, wait
 
 from daskinfer import Driver, SamplingParams
+from daskinfer.config import HealthPolicy
 from daskinfer.dataframe import progress, release
 from daskinfer.dataframe.engines import Engines
 from daskinfer.errors import ConfigError, ModelLoadError, NotRunningError
@@ -192,11 +193,11 @@ def test_engines_are_loaded_once_however_many_ask(echo_log: Path) -> None:
     async def asked() -> int:
         engines = Engines("here", 1)
         health = Driver(spec, cluster="tcp://nowhere:1").health
-        hosts = await asyncio.gather(*(engines.acquire(spec, health) for _ in range(5)))
+        hosts = await asyncio.gather(*(engines.acquire(spec, health, 60) for _ in range(5)))
         for host in hosts:
             engines.release(spec, host, 60)
         assert len(set(map(id, hosts))) == len(engines) == 1
-        assert await engines.acquire(spec, health) is hosts[0]
+        assert await engines.acquire(spec, health, 60) is hosts[0]
         await engines.close(idle_only=True)
         assert len(engines) == 1, "it is in use"
         await engines.close()
@@ -204,3 +205,22 @@ def test_engines_are_loaded_once_however_many_ask(echo_log: Path) -> None:
 
     assert asyncio.run(asked()) == 0
     assert len(loads(echo_log)) == 1
+
+
+def test_an_engine_that_nobody_waits_for_any_more_is_closed() -> None:
+    spec = echo_spec(isolation="thread", load_s=0.2)
+
+    async def left() -> None:
+        engines = Engines("here", 1)
+        waiting = asyncio.create_task(engines.acquire(spec, HealthPolicy(), 0))
+        await asyncio.sleep(0)
+        (held,) = engines._held.values()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while engines._held:  # noqa: ASYNC110 - it is a timer that closes it
+            await asyncio.sleep(0)
+        await asyncio.gather(*engines._closing)
+        assert (held.host.state, held.host._channel) == ("closed", None)
+
+    asyncio.run(asyncio.wait_for(left(), 20))

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import daskinfer
+from daskinfer import Driver
 from daskinfer.config import ModelSpec
 from daskinfer.dataframe import progress
 from daskinfer.dataframe.columns import as_dtype
@@ -304,6 +306,39 @@ def test_sampling_parameters_reach_the_engine(light: ModelSpec) -> None:
     assert text_frame(["a"]).infer.apply(ShowParams, "text", isolation="thread", seed=5)["output"].tolist() == [
         "0.0 256 "
     ]
+
+
+def test_an_engine_of_one_s_own_with_a_specification_or_a_driver() -> None:
+    frame = text_frame(["a"])
+    spec = ModelSpec("m", engine="echo", isolation="thread", options={"mark": "m"})
+    assert values_of(frame.infer.apply(ShowParams, "text", model=spec, seed=5)["output"]) == ["0.0 256 m"]
+    lazy: Any = dd.from_pandas(frame, npartitions=1)
+    driver = Driver("m", engine=ShowParams, cluster="tcp://nowhere:1")
+    assert list(lazy.infer.apply(ShowParams, "text", model=driver).columns) == ["text", "output", "output_error"]
+    with pytest.raises(ConfigError, match=r"ShowInput'.*made with the engine '.*ShowParams'"):
+        lazy.infer.apply(ShowInput, "text", model=driver)
+    with pytest.raises(ConfigError, match="a ModelSpec or a Driver"):
+        lazy.infer.apply(ShowInput, "text", model=None)
+
+
+def test_truncate_is_what_driver_and_params_say_unless_on_long_does(light: ModelSpec) -> None:
+    lazy: Any = dd.from_pandas(text_frame(["a"]), npartitions=1)
+    driver = Driver(light, params={"truncate": "left"}, cluster="tcp://nowhere:1")
+
+    def truncate(**settings: Any) -> str | None:
+        made = lazy.infer.generate("text", **settings)
+        side: str | None = made.expr.inference.params.truncate
+        assert ("output_truncated_side" in made.columns) == (side is not None)
+        return side
+
+    assert truncate(model=driver) == "left"
+    assert truncate(model=driver, side="right") == "right"
+    assert truncate(model=driver, on_long="error") is None
+    assert truncate(model=driver, on_long="truncate") == "left"
+    assert truncate(model=light) is None
+    assert truncate(model=light, side="left") is None
+    assert truncate(model=light, params={"truncate": "right"}) == "right"
+    assert truncate(model=light, on_long="truncate") == "right"
 
 
 # ---------------------------------------------------------------- the same as functions; lazily
