@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from daskinfer.errors import RowFailedError
+from daskinfer.errors import ConfigError, RowFailedError
 from daskinfer.records import Completed, Failed, Result
 
 if TYPE_CHECKING:
@@ -46,29 +46,28 @@ class Results(list[Result]):
         Parameters
         ----------
         failed : float or None
-            What fills the place of a failed row, such as ``float("nan")``. None: a failed row is an error.
+            What fills the place of a failed row, such as ``float("nan")``, or 0 in vectors of whole numbers; among objects
+            it is None that does. None: a failed row is an error.
 
         Raises
         ------
         RowFailedError
-            A row has failed, and ``failed`` is None; it says how many, and why the first did.
+            A row has failed, and ``failed`` is None; it says how many, and why the first did. Or all rows have failed, so
+            that nothing says what their vectors are like.
+        ConfigError
+            The vectors' type cannot hold ``failed``, such as nan in whole numbers.
         """
         import numpy as np
 
-        failures = self.failures
-        if failures and failed is None:
-            first = failures[0]
-            raise RowFailedError(
-                first.id,
-                first.kind,
-                f"{first.message}. {len(failures)} of {len(self)} rows failed; say what is to stand for them, such as "
-                "to_numpy(failed=float('nan'))",
-            )
-        outputs = self.outputs
+        outputs, failures = self.outputs, self.failures
         found = next((output for output in outputs if output is not None), None)
+        if failures and (failed is None or len(failures) == len(self)):
+            raise _failed(failures, len(self), found)
         if isinstance(found, np.ndarray) and found.ndim:
-            nothing = np.full(found.shape, 0 if failed is None else failed, found.dtype)
-            filled = [nothing if output is None else output for output in outputs] if failures else outputs
+            filled = outputs
+            if failures:
+                nothing = _filled(found, failed)
+                filled = [nothing if output is None else output for output in outputs]
             return np.concatenate(filled).reshape(len(filled), *found.shape)
         if isinstance(found, float | np.floating):
             return np.array([failed if output is None else output for output in outputs], np.float32)
@@ -95,6 +94,38 @@ class Results(list[Result]):
             "error": _column([r.error if isinstance(r, Failed) else None for r in self], "string"),
         }
         return pd.DataFrame(columns).set_axis(pd.Index([result.id for result in self], name="id"))
+
+
+def _failed(failures: list[Failed], rows: int, found: Any) -> RowFailedError:
+    """Return the error that says how many rows failed, and what to do about them."""
+    first = failures[0]
+    if len(failures) == rows:
+        advice = "all rows failed, so that there is nothing to make an array of; see results.failures"
+    else:
+        whole = getattr(getattr(found, "dtype", None), "kind", "f") in "iub"
+        filler = "0" if whole else "float('nan')"
+        advice = (
+            f"{len(failures)} of {rows} rows failed; say what is to stand for them, such as to_numpy(failed={filler})"
+        )
+    return RowFailedError(first.id, first.kind, f"{first.message}. {advice}")
+
+
+def _filled(like: npt.NDArray[Any], value: float | None) -> npt.NDArray[Any]:
+    """Return such an array that is this value everywhere."""
+    import numpy as np
+
+    try:
+        with np.errstate(invalid="raise", over="raise"):
+            made = np.full(like.shape, value, like.dtype)
+        exact = like.dtype.kind in "fc" or bool((made == value).all())
+    except (ArithmeticError, ValueError, TypeError):
+        exact = False
+    if not exact:
+        raise ConfigError(
+            f"failed={value!r}: vectors of type {like.dtype} cannot hold it; give a number that they can, such as 0, and "
+            "see results.failures for the rows it stands for"
+        )
+    return made
 
 
 def _column(values: list[Any], dtype: str) -> Any:

@@ -270,6 +270,27 @@ def test_results_without_vectors() -> None:
     assert len(Results([]).to_pandas()) == 0
 
 
+def test_what_stands_for_a_failed_row_fits_its_type() -> None:
+    bad = Failed(1, "error", "no")
+    for dtype in (np.int8, np.uint8):
+        vectors = Results([Completed(0, np.array([1, 2], dtype)), bad])
+        for failed in (float("nan"), float("inf"), 0.5, 300):
+            with pytest.raises(ConfigError, match=f"type {np.dtype(dtype)} cannot hold it"):
+                vectors.to_numpy(failed=failed)
+        assert vectors.to_numpy(failed=0).tolist() == [[1, 2], [0, 0]]
+        assert vectors.to_numpy(failed=3.0).dtype == dtype
+        with pytest.raises(RowFailedError, match=r"1 of 2 rows failed.*to_numpy\(failed=0\)"):
+            vectors.to_numpy()
+    halves = Results([Completed(0, np.array([1, 2], np.float16)), bad])
+    assert np.isnan(halves.to_numpy(failed=float("nan"))[1]).all()
+    assert halves.to_numpy(failed=0.1).dtype == np.float16
+    with pytest.raises(ConfigError, match="type float16 cannot hold it"):
+        halves.to_numpy(failed=1e9)
+    for filler in (None, 0.0):
+        with pytest.raises(RowFailedError, match=r"no\. all rows failed"):
+            Results([bad]).to_numpy(failed=filler)
+
+
 def test_a_job_gives_results(here: LocalCluster) -> None:
     spec = echo_spec(isolation="thread", output="vector", dims=3)
     with Driver(spec, cluster=here, health=QUICK) as driver:
