@@ -124,9 +124,8 @@ def _jobs(model: Mapping[str, Any]) -> RenderableType:
     from rich.text import Text
 
     loaded = "" if model["loaded"] else ", unloaded"
-    table = Table(
-        title=f"{model.get('model', model['key'])} ({model.get('engine', '?')}{loaded})", title_justify="left"
-    )
+    title = Text(f"{model.get('model', model['key'])} ({model.get('engine', '?')}{loaded})")  # as text: it is no markup
+    table = Table(title=title, title_justify="left")
     for head in ("job", "state", "progress"):
         table.add_column(head)
     for head in ("rows", "rows/s", "tokens/s in", "out", "failed", "again", "full", "padding", "left"):
@@ -136,7 +135,7 @@ def _jobs(model: Mapping[str, Any]) -> RenderableType:
         finished, rates = now["skipped"] + now["done"], now["recent"] or now["average"] or {}
         total = f"/{now['total']:,}" if now["total"] is not None else ""
         table.add_row(
-            job["name"],
+            Text(job["name"]),
             Text(job["state"], style=_style(job["state"])),
             ProgressBar(now["total"] or max(1, finished), finished, width=16),
             f"{finished:,}{total}",
@@ -168,7 +167,7 @@ def _workers(model: Mapping[str, Any]) -> RenderableType:
         table.add_column(head, justify="right")
     for worker in model["workers"]:
         table.add_row(
-            f"{worker['name']} {worker['address'].removeprefix('tcp://')}",
+            Text(f"{worker['name']} {worker['address'].removeprefix('tcp://')}"),
             Text(worker["state"], style=_style(worker["state"])),
             share(worker["occupancy"]),
             *(f"{worker.get(name) or 0:,}" for name in ("running", "waiting", "restarts")),

@@ -121,7 +121,7 @@ class ModelWorker(WorkerPlugin):
         threads = self.spec.threads or threads_of(worker)
         settings = HostSettings(self.health, threads, {}, worker.address)
         self.host = Host(self.spec, settings, self._state_changed)
-        expose(f"{worker.address} {self.name}", of_worker(worker.address, self.spec.model, self.figures))
+        expose(f"{worker.address} {self.name}", of_worker(worker.address, self.spec, self.figures))
         self._task = asyncio.create_task(self._load(worker, self.host))
 
     async def teardown(self, worker: Worker) -> None:

@@ -23,7 +23,7 @@ MAX_JOBS = 20
 MAX_LOST = 20
 MAX_MODELS = 10
 SILENT_S = 30.0
-"""A running job of which nothing was told for longer is shown as lost."""
+"""A running job whose driver has not named it for longer is shown as lost."""
 _GONE = ("dead", "left", "replaced")
 
 
@@ -69,7 +69,10 @@ class Series:
 
 @dataclass(slots=True)
 class Job:
-    """A job as its driver last told of it: ``snapshot`` is a :class:`~daskinfer.snapshot.Snapshot` as a dict."""
+    """A job as its driver last told of it: ``snapshot`` is a :class:`~daskinfer.snapshot.Snapshot` as a dict.
+
+    ``told`` is when the driver last named it, with something new or without.
+    """
 
     id: str
     name: str
@@ -231,10 +234,32 @@ class Board:
         self.models: dict[str, Model] = {}
         self.changes = 0
 
-    def told(self, key: str, about: Mapping[str, str], jobs: Mapping[str, Mapping[str, Any]], now: float) -> None:
-        """Take what a driver tells of its jobs."""
+    def told(
+        self,
+        key: str,
+        about: Mapping[str, str],
+        jobs: Mapping[str, Mapping[str, Any]],
+        now: float,
+        running: Iterable[str] = (),
+    ) -> None:
+        """Take what a driver tells of its jobs.
+
+        Parameters
+        ----------
+        key : str
+        about : mapping
+            What is known of the model.
+        jobs : mapping of str to mapping
+            Those of which there is something new, by their ids.
+        now : float
+        running : iterable of str
+            Ids of all that have not ended.
+        """
         model = self._model(key)
         model.about.update(about)
+        for name in running:
+            if name in model.jobs:
+                model.jobs[name].told = now
         for name, job in jobs.items():
             known = model.jobs.pop(name, None)
             began = known.began if known else now - float(job["snapshot"].get("elapsed_s") or 0.0)
@@ -271,10 +296,10 @@ class Board:
                     worker.state = "unloaded"
             self.changes += 1
 
-    def jobs(self) -> list[tuple[Model, Job]]:
+    def jobs(self, now: float) -> list[tuple[Model, Job]]:
         """Return all jobs, the one that began last first; running ones before all others."""
         pairs = [(model, job) for model in self.models.values() for job in model.jobs.values()]
-        return sorted(pairs, key=lambda pair: (pair[1].snapshot.get("state") == "running", pair[1].began), reverse=True)
+        return sorted(pairs, key=lambda pair: (pair[1].state(now) == "running", pair[1].began), reverse=True)
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """Return what ``daskinfer.json`` says."""

@@ -67,7 +67,7 @@ class Picture:
         if board is None or board.changes == self.drawn:
             return None
         self.drawn = board.changes
-        pairs = board.jobs()
+        pairs = board.jobs(time.time())
         asked = [pair for pair in pairs if pair[1].id == self.chosen]
         latest = asked or pairs
         self.model, self.job = latest[0] if latest else (next(reversed(board.models.values()), None), None)
@@ -78,7 +78,9 @@ Part = tuple[Any, Callable[[Picture, Board], None]]
 
 
 def _div(name: str) -> Any:
-    return Div(name=name, text="", margin=0, sizing_mode="stretch_width", stylesheets=[InlineStyleSheet(css=CSS)])
+    sheets: list[Any] = [InlineStyleSheet(css=CSS)]
+    # names of jobs and models may hold dollar signs, which are no formulas
+    return Div(name=name, text="", margin=0, sizing_mode="stretch_width", stylesheets=sheets, disable_math=True)
 
 
 def _summary() -> Part:
@@ -143,7 +145,7 @@ def _jobs() -> Part:
         now = time.time()
         div.text = html.job_table(
             ({"name": job.name}, job.snapshot, job.state(now), model.about.get("model", model.key))
-            for model, job in board.jobs()
+            for model, job in board.jobs(now)
         )
 
     return div, draw
@@ -159,7 +161,8 @@ def _choice(picture: Picture) -> Part:
 
     def draw(_: Picture, board: Board) -> None:
         options: list[Any] = [(LATEST, "the latest job")]
-        options += [(job.id, f"{job.name} on {model.about.get('model', '')}") for model, job in board.jobs()]
+        pairs = board.jobs(time.time())
+        options += [(job.id, f"{job.name} on {model.about.get('model', '')}") for model, job in pairs]
         if options != select.options:
             select.options = options
             select.visible = len(options) > 2

@@ -4,6 +4,8 @@ The names of what an engine does are those that inference servers use, with ``da
 one per process, and so is the collector here: a scheduler and several workers in one process share it, each as a source.
 Without ``prometheus_client`` nothing is exposed, as with Dask.
 
+A model may be loaded twice, with other options: every series has its name, its task and the key of its specification.
+
 Runs on: scheduler, worker.
 """
 
@@ -13,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from daskinfer.config import ModelSpec
 from daskinfer.counters import STEPS, figure
-from daskinfer.dashboard.board import Board
+from daskinfer.dashboard.board import Board, Model
 from daskinfer.rates import Durations
 
 __all__ = ["expose", "of_board", "of_worker", "withdraw"]
@@ -57,11 +60,11 @@ _RATES = (
 )
 
 
-def of_worker(address: str, model: str, figures: Callable[[], Mapping[str, Any]]) -> Source:
+def of_worker(address: str, spec: ModelSpec, figures: Callable[[], Mapping[str, Any]]) -> Source:
     """Return the samples of one model on one worker, from the figures of its heartbeat."""
 
     def samples() -> Iterator[Sample]:
-        labels = {"model": model, "worker": address}
+        labels = {"model": spec.model, "task": spec.task, "key": spec.key, "worker": address}
         now = figures()
         for name, kind, text, key in _ENGINE:
             if key in now:
@@ -82,18 +85,22 @@ def of_board(board: Board) -> Source:
     def samples() -> Iterator[Sample]:
         now = time.time()
         for model in board.models.values():
-            name = model.about.get("model", model.key)
+            named = _named(model)
             states: dict[str, int] = {}
             for worker in model.workers.values():
                 states[worker.state] = states.get(worker.state, 0) + 1
             for state, count in states.items():
-                yield "workers", "gauge", "Workers by state", {"model": name, "state": state}, count
+                yield "workers", "gauge", "Workers by state", {**named, "state": state}, count
             for job in model.jobs.values():
-                labels = {"model": name, "run": job.name, "id": job.id}
+                labels = {**named, "run": job.name, "id": job.id}
                 yield "run_active", "gauge", "Whether it runs", labels, int(job.state(now) == "running")
                 yield from _of_job(labels, job.snapshot)
 
     return samples
+
+
+def _named(model: Model) -> dict[str, str]:
+    return {"model": model.about.get("model", model.key), "task": model.about.get("task", ""), "key": model.key}
 
 
 def _of_job(labels: dict[str, str], snapshot: Mapping[str, Any]) -> Iterator[Sample]:

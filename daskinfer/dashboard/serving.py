@@ -43,7 +43,7 @@ def show(
     """Put what a driver told of its jobs, and the workers as they are, on the board."""
     now = time.time()
     if told is not None:
-        board.told(key, told["about"], told["jobs"], now)
+        board.told(key, told["about"], told["jobs"], now, told.get("running", ()))
     if workers is not None:
         board.see(key, workers, now, lambda address: _meant(scheduler, address))
 

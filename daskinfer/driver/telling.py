@@ -33,6 +33,7 @@ from daskinfer.records import (
 __all__ = ["JobEvents", "Telling", "name_of"]
 
 EVERY_S = 0.5
+RUNNING = ("waiting", "running")
 
 
 class Telling:
@@ -46,14 +47,19 @@ class Telling:
     def __init__(self, spec: ModelSpec) -> None:
         self._about = {"model": spec.model, "engine": str(spec.engine), "task": spec.task}
         self._jobs: dict[str, dict[str, Any]] = {}
+        self._running: dict[str, None] = {}
 
     def tell(self, job: str, told: dict[str, Any]) -> None:
         """Replace what is said of a job."""
         self._jobs[job] = told
+        if told["snapshot"]["state"] in RUNNING:
+            self._running[job] = None
+        else:
+            self._running.pop(job, None)
 
     def pending(self) -> dict[str, Any]:
-        """Return what to send."""
-        return {"about": self._about, "jobs": dict(self._jobs)}
+        """Return what to send: the jobs of which there is something new, and the ids of all that have not ended."""
+        return {"about": self._about, "jobs": dict(self._jobs), "running": list(self._running)}
 
     def sent(self, told: Mapping[str, Any]) -> None:
         """Forget what was sent, but not what came meanwhile."""

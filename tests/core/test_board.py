@@ -1,5 +1,6 @@
 """What the scheduler shows: bounded, honest about who is gone, and the newest first."""
 
+import io
 import json
 import pickle
 from typing import Any
@@ -7,11 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from daskinfer.config import ModelSpec
 from daskinfer.dashboard import html
 from daskinfer.dashboard.board import MAX_JOBS, MAX_LOST, MAX_MODELS, SILENT_S, Board, Series
+from daskinfer.dashboard.prometheus import of_board, of_worker
+from daskinfer.driver.telling import Telling
 from daskinfer.metrics import Metrics
 from daskinfer.records import RowsResolved, RunEnded, RunStarted, Usage
+from daskinfer.top import picture
 
 ABOUT = {"model": "m", "engine": "e", "task": "generate"}
 
@@ -56,10 +62,59 @@ def test_the_running_job_that_began_last_comes_first() -> None:
     board.told("k", ABOUT, {"a": job("old")}, 100)
     board.told("k", ABOUT, {"b": job("new")}, 200)
     board.told("other", ABOUT, {"c": job("ended", ended="done")}, 300)
-    assert [job.name for _, job in board.jobs()] == ["new", "old", "ended"]
+    assert [job.name for _, job in board.jobs(130)] == ["new", "old", "ended"]
+    assert [job.name for _, job in board.jobs(131)] == ["new", "ended", "old"]
     silent = board.models["k"].jobs["a"]
     assert (silent.state(100 + SILENT_S), silent.state(101 + SILENT_S)) == ("running", "lost")
     assert board.models["other"].jobs["c"].state(1e9) == "done"
+
+
+def test_a_job_that_its_driver_still_names_is_not_lost() -> None:
+    spec, board = ModelSpec("m"), Board()
+    telling = Telling(spec)
+    for name in ("a", "b"):
+        telling.tell(name, job(name))
+    telling.tell("c", job("c", ended="done"))
+    told = telling.pending()
+    board.told("k", told["about"], told["jobs"], 100, told["running"])
+    telling.sent(told)
+    telling.tell("b", job("b", ended="done"))
+    told = telling.pending()
+    assert (list(told["jobs"]), told["running"]) == (["b"], ["a"])
+    board.told("k", told["about"], told["jobs"], 140, [*told["running"], "unknown"])
+    jobs = board.models["k"].jobs
+    assert {name: jobs[name].state(165) for name in "abc"} == {"a": "running", "b": "done", "c": "done"}
+    assert jobs["a"].state(171) == "lost"
+
+
+def test_series_of_the_same_model_with_other_options_are_kept_apart() -> None:
+    specs = [ModelSpec("m", task="embed"), ModelSpec("m", task="embed", dtype="float16"), ModelSpec("m")]
+    board = Board()
+    for spec in specs:
+        telling = Telling(spec)
+        telling.tell("a", job())
+        told = telling.pending()
+        board.told(spec.key, told["about"], told["jobs"], 100)
+        board.see(spec.key, [row("0")], 100)
+    sources = [
+        of_board(board),
+        *(of_worker("tcp://0", spec, lambda: {"state": "ready", "capacity": 4}) for spec in specs),
+    ]
+    series = [(name, *sorted(labels.items())) for source in sources for name, _, _, labels, _ in source()]
+    assert len(series) == len(set(series))
+    kept = {(labels["task"], labels["key"]) for source in sources for _, _, _, labels, _ in source()}
+    assert kept == {(spec.task, spec.key) for spec in specs}
+
+
+def test_a_terminal_shows_names_as_they_are() -> None:
+    board = Board()
+    board.told("k", {**ABOUT, "model": "[bold]m[/]"}, {"a": job("[red]a[/wrong]")}, 100)
+    board.see("k", [row("[0]")], 100)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(picture(board.to_dict(101)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for name in ("[bold]m[/] (e)", "[red]a[/wrong]", "[0] [0]"):
+        assert name in shown
 
 
 def test_samples_are_those_of_ready_workers_and_running_jobs() -> None:
