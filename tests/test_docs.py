@@ -34,6 +34,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
 
 
+def block(page: str, language: str, part: str) -> str:
+    """The one block that has this in it."""
+    (found,) = (code for code in blocks(page, language) if part in code)
+    return found
+
+
 def drawing(module: Any) -> str:
     """The literal block in a module's docstring."""
     return textwrap.dedent((module.__doc__ or "").split("::\n\n", 1)[1].split("\n\n", 1)[0]).strip()
@@ -245,9 +251,8 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_the_example_of_vectors_runs(tmp_path: Path) -> None:
-    code = blocks("README.md", "python")[-1]
     model = 'Driver("sentence-transformers/all-MiniLM-L6-v2", task="embed")'
-    assert model in code
+    code = block("README.md", "python", model)
     options = 'engine="echo", engine_options={"output": "vector", "dims": 384}'
     echo = f'Driver("echo", task="embed", {options})'
     assert run_example(code.replace(model, echo), tmp_path).strip() == "(2, 384) float32"
@@ -255,7 +260,7 @@ def test_the_example_of_vectors_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_of_settings_runs(tmp_path: Path) -> None:
-    code = blocks("README.md", "python")[2]
+    code = block("README.md", "python", "daskinfer.health.step-timeout-s")
     assert run_example(code + "print(driver.health.step_timeout_s, driver.retry.retries)", tmp_path).split() == [
         "60",
         "5",
