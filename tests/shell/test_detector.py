@@ -45,6 +45,7 @@ def notes(events: list[Event]) -> list[str]:
     return [event.message for event in events if isinstance(event, Noted)]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_evicted_replaced_and_its_rows_run_elsewhere(made: LocalCluster, tmp_path: Path) -> None:
     events: list[Event] = []
     stopped: list[int] = []
@@ -115,7 +116,7 @@ def test_c42_paused_workers_are_named_within_a_deadline(made: LocalCluster) -> N
 
 
 def test_batches_that_a_paused_worker_does_not_begin_run_elsewhere_and_it_is_not_evicted(made: LocalCluster) -> None:
-    spec = echo_spec(lengths=50, step_s=0.02, capacity=1, prefix="stranded ")
+    spec = echo_spec(lengths=20, step_s=0.02, capacity=1, prefix="stranded ")
     with Driver(spec, cluster=made, health=HEALTH, batch=BatchPolicy(rows=1)) as driver:
         wait_until(lambda: states(driver) == ["ready", "ready"], 30)
         stranded = driver.workers()[0].address

@@ -25,6 +25,7 @@ def ready(driver: Driver, workers: int) -> bool:
     return [view.state for view in driver.workers()] == ["ready"] * workers
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_c51_an_engine_that_cannot_be_restarted_has_its_worker_begin_again(fault_dir: Path, echo_log: Path) -> None:
     """Its third load, the restart, fails; the nanny starts a fresh process, and no row is blamed."""

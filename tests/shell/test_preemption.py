@@ -140,6 +140,7 @@ def test_a_dask_worker_command_that_gets_a_sigterm_gives_its_rows_back(
     assert len(family) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nanny", ["--nanny"])
 def test_c57_a_killed_nanny_takes_its_worker_and_engine_along(
     by_command: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path, echo_log: Path
