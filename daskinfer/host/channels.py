@@ -86,6 +86,9 @@ class ProcessChannel:
                 start_new_session=True,
                 env={**self._env, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
+        except BaseException:  # also when a restart is cancelled because the host closes
+            ours.close()
+            raise
         finally:
             theirs.close()
             os.close(leash)
