@@ -53,7 +53,7 @@ class Link:
     @property
     def place(self) -> Place:
         """Where a worker runs behind this link."""
-        return Place(["ip", "netns", "exec", self.space], self.host)
+        return Place(["ip", "netns", "exec", self.space], self.host, self.address)
 
     def cut(self) -> None:
         """Let nothing through; both ends go on waiting, as when a cable is pulled somewhere between two switches."""

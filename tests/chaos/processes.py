@@ -42,10 +42,14 @@ class Place:
         What is put before a worker's command.
     scheduler : str
         The scheduler's host, seen from there.
+    host : str
+        The worker's own. A worker finds it by looking at its way to the scheduler: one that starts while its link is cut
+        would call itself 127.0.0.1, and nobody could ever fetch from it.
     """
 
     command: list[str] = field(default_factory=list)
     scheduler: str = "127.0.0.1"
+    host: str = "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -81,6 +85,7 @@ class ProcessCluster:
         self.folder = folder
         self.members = [Member(number, place) for number, place in enumerate(places)]
         self.scheduler: subprocess.Popen[bytes] | None = None
+        self._spawned: list[subprocess.Popen[bytes]] = []
         self.port = _free_port()
         self._numbers = len(places)
         config = folder / "dask.yaml"
@@ -148,6 +153,7 @@ class ProcessCluster:
         member.starts += 1
         name = f"w{member.number}.{member.starts}"
         options = ["--name", name, "--nthreads", "1", "--no-dashboard", "--memory-limit", "0"]
+        options += ["--host", member.place.host]
         options += ["--local-directory", str(self.folder / "local"), "--nworkers", "1"]
         where = f"tcp://{member.place.scheduler}:{self.port}"
         member.process = self.spawn(
@@ -159,7 +165,7 @@ class ProcessCluster:
     ) -> subprocess.Popen[bytes]:
         """Start Python with arguments; what it says is appended to a log."""
         with ((folder or self.folder) / f"{log}.log").open("ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*before, sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -168,6 +174,8 @@ class ProcessCluster:
                 cwd=self.folder,
                 start_new_session=True,
             )
+        self._spawned = [*(p for p in self._spawned if p.poll() is None), process]
+        return process
 
     def log(self, name: str, most: int = 3_000, folder: Path | None = None) -> str:
         """Return the end of a log."""
@@ -194,7 +202,8 @@ class ProcessCluster:
 
     def close(self) -> None:
         """End everything that was started here, and what that started."""
-        _end([*(member.process for member in self.members), self.scheduler])
+        _end(self._spawned)
+        self._spawned = []
         self.members, self.scheduler = [], None
 
 
