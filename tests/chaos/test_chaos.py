@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.links import Link
 from tests.chaos.story import KINDS, LINK_KINDS, Story, checked, plan
 
-pytestmark = [pytest.mark.chaos, pytest.mark.cluster]
+pytestmark = [pytest.mark.chaos, pytest.mark.cluster, pytest.mark.slow]
 
 Expected = Callable[[int], pa.Table]
 SMALL, LARGE = 700, 3_000

@@ -20,7 +20,7 @@ from daskinfer.preflight import by_value
 from daskinfer.records import Event, Noted
 from daskinfer.testing import conservation, echo_spec, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HEALTH = HealthPolicy(
     poll_s=0.1, heartbeat_timeout_s=4, detection_interval_s=0.2, failure_threshold=3, step_timeout_s=60

@@ -16,7 +16,7 @@ from daskinfer.errors import ModelLoadError
 from daskinfer.records import Failed
 from daskinfer.testing import attempts, conservation, echo_spec, loads, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 QUICK = HealthPolicy(poll_s=0.1, lease_grace_s=5)
 

@@ -30,7 +30,7 @@ from daskinfer.testing import call_counts, echo_spec
 from daskinfer.worker import ModelWorker
 from tests.engines import tiny
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 QUICK = HealthPolicy(poll_s=0.1)
 ROWS = 300

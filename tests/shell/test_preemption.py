@@ -20,7 +20,7 @@ from daskinfer.driver import Driver
 from daskinfer.records import BatchReturned, Event, RowsResolved
 from daskinfer.testing import call_counts, echo_spec, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 QUICK = HealthPolicy(poll_s=0.1, lease_grace_s=5)
 ROWS = 600

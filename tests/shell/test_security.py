@@ -26,7 +26,7 @@ from daskinfer.storage import open_source
 from daskinfer.testing import echo_spec
 from tests.chaos.processes import Place, ProcessCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 QUICK = HealthPolicy(poll_s=0.1)
 CANARY = "xyzzy-canary"
