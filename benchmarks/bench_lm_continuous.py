@@ -47,7 +47,7 @@ class Rival:
 
 def main() -> None:
     options = arguments("Against transformers' continuous batching.", rows=64, threads=2).parse_args()
-    engine = loaded(options.threads)
+    engine = loaded(options.threads, share_prefixes=False)
     have = parts(engine)
     rows = ragged(have.tokenizer, options.rows, options.seed)
     rival = Rival(folder(engine), have.tokenizer, rows)

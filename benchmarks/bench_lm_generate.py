@@ -29,7 +29,7 @@ def generate(model: Any, tokenizer: Any, rows: Rows, batch: int) -> list[str]:
 
 def main() -> None:
     options = arguments("Against generate in static batches.", rows=64, batch=16, threads=2).parse_args()
-    engine = loaded(options.threads)
+    engine = loaded(options.threads, share_prefixes=False)
     have = parts(engine)
     model = AutoModelForCausalLM.from_pretrained(folder(engine), dtype=torch.float32).eval()
     rows = ragged(have.tokenizer, options.rows, options.seed)

@@ -32,7 +32,10 @@ def perplexity(engine: LMEngine, tokens: int, piece: int = 256) -> float:
 
 def main() -> None:
     options = arguments("Weights in 8 bits.", rows=64, threads=2, tokens=8192).parse_args()
-    small, full = loaded(options.threads, int8=True), loaded(options.threads)
+    small, full = (
+        loaded(options.threads, int8=True, share_prefixes=False),
+        loaded(options.threads, share_prefixes=False),
+    )
     rows = ragged(parts(full).tokenizer, options.rows, options.seed)
     results = paired(lambda: run(small, rows), lambda: run(full, rows), options.repeats)
     before, after = perplexity(full, options.tokens), perplexity(small, options.tokens)

@@ -66,7 +66,7 @@ def budget(engine: LMEngine, rows: Rows, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = arguments("Against the processor's limit.", rows=64, threads=2, profiled=6)
     options = parser.parse_args()
-    engine = loaded(options.threads)
+    engine = loaded(options.threads, share_prefixes=False)
     have = parts(engine)
     rows = ragged(have.tokenizer, options.rows, options.seed)
     run(engine, rows)

@@ -69,7 +69,7 @@ def main() -> None:
     if not options.vllm:
         print("left out: --vllm names no Python with vLLM")
         return
-    engine = loaded(options.threads)
+    engine = loaded(options.threads, share_prefixes=False)
     have = parts(engine)
     rows = ragged(have.tokenizer, options.rows, options.seed)
     rival = Rival(options.vllm, folder(engine), rows, options.threads)

@@ -125,7 +125,12 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [((signal.SIGINT,), 130), ((signal.SIGTERM,), 143), ((signal.SIGINT, signal.SIGINT), 130), ((signal.SIGKILL,), -9)],
+    [
+        ((signal.SIGINT,), 130),
+        pytest.param((signal.SIGTERM,), 143, marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGINT), 130, marks=pytest.mark.slow),
+        pytest.param((signal.SIGKILL,), -9, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(180)
 def test_c35_c57_interrupted_killed_and_resumed(

@@ -165,6 +165,7 @@ def own_cluster() -> Iterator[LocalCluster]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_children
 def test_row_counters_agree_when_a_worker_is_killed(own_cluster: LocalCluster, tmp_path: Path, echo_log: Path) -> None:
     spec = {"capacity": 8, "step_s": 0.02, "lengths": {"seed": 0, "low": 2, "high": 20}, "prefix": "killed"}

@@ -28,6 +28,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.slow
 def test_c39_poison_of_every_kind_several_in_one_batch(cluster: LocalCluster, fault_dir: Path, echo_log: Path) -> None:
     places = dict(zip([3, 5, 6, 40, 90, 91, 119], CAUSES, strict=True))  # three of them in the first batch
     texts = [f"row {i} {f'<{places[i]}>' if i in places else ''}" for i in range(120)]

@@ -69,6 +69,7 @@ def plugins(client: Client) -> set[str]:
     return {name for name in names if name.startswith("daskinfer-")}
 
 
+@pytest.mark.slow
 def test_a_killed_driver_disturbs_nobody_and_its_model_is_unloaded(
     cluster: LocalCluster, other_driver: tuple[subprocess.Popen[str], Path, Path]
 ) -> None:

@@ -226,6 +226,7 @@ def test_embed_on_the_command_line(
     np.testing.assert_allclose(np.array(cells, np.float32), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pairs_on_the_command_line(
     here: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ Runs on: worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.plan import DecodeGroup, Piece, StepPlan
 
-__all__ = ["NAME", "Call", "Recorder", "Runner", "install"]
+__all__ = ["NAME", "Attention", "Call", "Recorder", "Runner", "install"]
 
 NAME = "daskinfer_packed"
 _ATTRIBUTE = "daskinfer_runner"
@@ -62,6 +62,14 @@ class Call:
     window: int | None
     masked: bool
     wishes: tuple[str, ...]
+
+
+class Attention(Protocol):
+    """What runs the attention of a layer."""
+
+    def attend(self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return shape (tokens, heads, width) for queries (heads, tokens, width) and the like keys and values."""
+        ...
 
 
 @dataclass(slots=True)
@@ -138,7 +146,17 @@ class Runner:
         a, b = group.begin, group.end
         rows, heads = b - a, query.shape[1]
         kv_heads = keys.shape[1]
-        grouped = query[a:b].reshape(rows, kv_heads, heads // kv_heads, -1)
+        shared = heads // kv_heads
+        grouped = query[a:b].reshape(rows, kv_heads, shared, -1)
+        if query.device.type == "cpu" and not (sums is not None and group.chained):
+            # flash attention is made for many queries: here plain products are a fifth faster
+            bias = group.bias(call.window, query.dtype, kv_heads, shared)
+            scale = grouped.shape[3] ** -0.5 if call.scale is None else call.scale
+            scores = torch.baddbmm(bias, grouped.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+            torch.bmm(
+                scores.softmax(dim=-1), values.flatten(0, 1), out=out[a:b].view(rows * kv_heads, shared, out.shape[2])
+            )
+            return
         mask = group.mask(call.window, query.dtype)
         if sums is None or not group.chained:
             o = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=call.scale)

@@ -15,6 +15,7 @@ from daskinfer.engines.base import translate
 from daskinfer.engines.hf import Answer, LanguageModel, release_device_memory
 from daskinfer.engines.hf.answers import NOT_A_NUMBER
 from daskinfer.engines.lm.attention import Runner, install
+from daskinfer.engines.lm.decoder import Decoder
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout, slot_sizes
 from daskinfer.engines.lm.plan import StepPlan
@@ -39,6 +40,8 @@ class Core:
     shapes : dict of int to LayerShape
         What its layers keep of a token.
     settings : Settings
+    decoder : Decoder or None
+        A quicker way through the model than its own, if there is one.
 
     Attributes
     ----------
@@ -46,10 +49,16 @@ class Core:
         Counters for ``stats``.
     """
 
-    def __init__(self, loaded: LanguageModel, shapes: dict[int, LayerShape], settings: Settings) -> None:
+    def __init__(
+        self,
+        loaded: LanguageModel,
+        shapes: dict[int, LayerShape],
+        settings: Settings,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.device = loaded.device
         self.slots = settings.rows(loaded.device)
-        self._model = loaded.model
+        self._model, self._decoder = loaded.model, decoder
         self._cache = KVCache(shapes, next(loaded.model.parameters()).dtype, loaded.device)
         self._runner = Runner(self._cache)
         install(loaded.model, self._runner)
@@ -125,16 +134,22 @@ class Core:
     def _run(self, plan: StepPlan) -> list[int]:
         """Run the model and return the next token of each of the plan's rows."""
         self._runner.plan = plan
-        options: dict[str, Any] = {}
-        if self._keep:
-            options["logits_to_keep"] = plan.last if plan.rows else 1
         try:
-            logits = self._model(input_ids=plan.ids, position_ids=plan.positions, use_cache=False, **options).logits[0]
+            logits = self._scores(plan)
         finally:
             self._runner.plan = None
-        if not plan.rows:
-            return []
-        return choose(logits if self._keep else logits[plan.last], [self._answers[row.id] for row in plan.rows])
+        return choose(logits, [self._answers[row.id] for row in plan.rows]) if plan.rows else []
+
+    def _scores(self, plan: StepPlan) -> torch.Tensor:
+        """Return the scores of the next token of each of the plan's rows."""
+        if self._decoder is not None:
+            last = plan.last if plan.rows else plan.last.new_zeros(1)
+            return self._decoder(plan.ids, plan.positions, last, self._runner)
+        options: dict[str, Any] = {"input_ids": plan.ids, "position_ids": plan.positions, "use_cache": False}
+        if self._keep:
+            options["logits_to_keep"] = plan.last if plan.rows else 1
+        logits: torch.Tensor = self._model(**options).logits[0]
+        return logits if self._keep else logits[plan.last]
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int]) -> list[Answer]:
         finished = []

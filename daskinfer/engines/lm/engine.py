@@ -24,6 +24,7 @@ from daskinfer.engines.hf import (
     release_device_memory,
 )
 from daskinfer.engines.lm.core import Core
+from daskinfer.engines.lm.decoder import decoder_of
 from daskinfer.engines.lm.linears import pack_linears
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.engines.lm.support import UnsupportedError, probe
@@ -75,7 +76,7 @@ class LMEngine:
         """
         loaded = load_language_model(self.spec)
         try:
-            shapes = probe(loaded)
+            asked = probe(loaded)
         except UnsupportedError as reason:
             device = loaded.device
             del loaded
@@ -85,7 +86,7 @@ class LMEngine:
         pack_linears(loaded, self.settings)
         self._loaded = loaded
         self._encoder = PromptEncoder(loaded.tokenizer, loaded.limit, loaded.vocab_size)
-        self._core = Core(loaded, shapes, self.settings)
+        self._core = Core(loaded, asked.shapes, self.settings, decoder_of(loaded, asked.calls))
         self._warm(loaded)
 
     def add(self, requests: Sequence[Request]) -> None:

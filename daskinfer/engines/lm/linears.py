@@ -8,7 +8,7 @@ Runs on: worker.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from daskinfer.engines.hf import Int8Linear, LanguageModel
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.errors import ConfigError
 
-__all__ = ["PackedLinear", "pack_linears"]
+__all__ = ["PackedLinear", "QuickLinear", "fused", "pack_linears"]
 
 _TYPICAL_ROWS = 64  # the layout is best for about so many tokens
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -27,6 +27,8 @@ _mkldnn = torch.ops.mkldnn
 
 class PackedLinear(nn.Module):
     """A linear layer with a weight in oneDNN's layout; exact in float32."""
+
+    exact = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -40,13 +42,21 @@ class PackedLinear(nn.Module):
         out: torch.Tensor = _mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")  # noqa: SLF001
         return out.view(*x.shape[:-1], self.out_features)
 
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Multiply and add, for ``x`` of shape (tokens, in) and ``other`` of shape (tokens, out)."""
+        product: torch.Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # noqa: SLF001
+        return product.add_(other)
+
+
+QuickLinear: TypeAlias = PackedLinear | Int8Linear
+
 
 class _First(nn.Module):
     """The first of several layers that read the same input: computes all, and keeps the others' parts for them."""
 
-    def __init__(self, fused: nn.Module, widths: list[int]) -> None:
+    def __init__(self, layer: QuickLinear, widths: list[int]) -> None:
         super().__init__()
-        self.fused, self.widths = fused, widths
+        self.fused, self.widths = layer, widths
         self.input: torch.Tensor | None = None
         self.parts: dict[int, torch.Tensor] = {}
 
@@ -73,6 +83,11 @@ class _Other(nn.Module):
         return part
 
 
+def fused(first: Any) -> QuickLinear | None:
+    """Return the layer that computes a layer and those that read the same input; None where there is none."""
+    return first.fused if isinstance(first, _First) else None
+
+
 def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
     """Replace a model's linear layers where that is faster: on a CPU, in float32.
 
@@ -92,7 +107,7 @@ def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
         _replace(loaded.model, Int8Linear if settings.int8 else PackedLinear, head)
 
 
-def _replace(module: nn.Module, kind: type[PackedLinear | Int8Linear], head: Any) -> None:
+def _replace(module: nn.Module, kind: type[QuickLinear], head: Any) -> None:
     """Replace the linear layers below a module; the one that gives the scores stays in full precision."""
     for names in _FUSED:
         layers = [getattr(module, name, None) for name in names]
@@ -114,7 +129,7 @@ def _weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (layer.weight.t() if isinstance(layer, Conv1D) else layer.weight), layer.bias
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any], kind: type[PackedLinear | Int8Linear]) -> None:
+def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any], kind: type[QuickLinear]) -> None:
     weights, biases = zip(*map(_weight, layers), strict=True)
     if len({bias is None for bias in biases}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
         return

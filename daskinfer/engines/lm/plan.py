@@ -54,6 +54,20 @@ class DecodeGroup:
             self.kept[key] = None if bool(seen.all()) else _as_bias(seen, dtype)[:, None, None]
         return self.kept[key]
 
+    def bias(self, window: int | None, dtype: torch.dtype, kv_heads: int, queries: int) -> torch.Tensor:
+        """Return :meth:`mask` for all heads, shape (rows · kv_heads, queries, longest); 0 where all may look everywhere."""
+        key = ("bias", window, kv_heads, queries)
+        found = self.kept.get(key)
+        if found is None:
+            mask = self.mask(window, dtype)
+            rows = self.stop - self.first
+            if mask is None:
+                found = torch.zeros((1, 1, 1), dtype=dtype, device=self.positions.device)
+            else:
+                found = mask.expand(rows, kv_heads, queries, self.longest).reshape(-1, queries, self.longest)
+            self.kept[key] = found
+        return found
+
 
 @dataclass(slots=True, eq=False)
 class Piece:

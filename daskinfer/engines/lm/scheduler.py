@@ -71,8 +71,11 @@ class Scheduler:
     def abort(self, ids: Iterable[int]) -> list[Row]:
         """Forget rows; return those that were running."""
         forgotten = set(ids)
-        for row_id in forgotten:
-            self._waiting.pop(row_id, None)
+        gone = [self._waiting.pop(row_id, None) for row_id in forgotten]
+        gone += [row for row in self._preempted if row.id in forgotten]
+        for row in gone:
+            if row is not None:
+                self._forget(row)
         self._preempted = [row for row in self._preempted if row.id not in forgotten]
         begun = [row for row in self.running if row.id in forgotten]
         for row in begun:
@@ -80,10 +83,9 @@ class Scheduler:
         return begun
 
     def finish(self, row: Row) -> None:
-        """Take a running row out and give its memory back."""
-        self.running.remove(row)
-        self.layout.release(row)
-        self._detach(row)
+        """Forget a running row and give its memory back."""
+        self._take_out(row)
+        self._forget(row)
 
     def schedule(self) -> list[Chunk]:
         """Return what to compute: first the rows that go on by one token, then pieces of prompts.
@@ -142,10 +144,19 @@ class Scheduler:
                 return False
         return True
 
+    def _take_out(self, row: Row) -> None:
+        self.running.remove(row)
+        self.layout.release(row)
+        self._detach(row)
+
+    def _forget(self, row: Row) -> None:
+        if self.prefixes is not None:
+            self.prefixes.forget(row.prompt)
+
     def _preempt(self, row: Row) -> None:
         self.preemptions += 1
         self.recomputed += row.computed
-        self.finish(row)
+        self._take_out(row)
         row.restart()
         self._preempted.append(row)
 

@@ -16,7 +16,6 @@ import torch
 
 from daskinfer.engines.hf import LanguageModel
 from daskinfer.engines.lm.attention import Call, Recorder, install
-from daskinfer.engines.lm.kv_cache import LayerShape
 
 __all__ = ["UnsupportedError", "probe"]
 
@@ -30,8 +29,8 @@ class UnsupportedError(Exception):
     """The model needs something that this engine does not do; the text says what."""
 
 
-def probe(loaded: LanguageModel) -> dict[int, LayerShape]:
-    """Return what each attention layer keeps of a token. The model's attention is ours afterwards.
+def probe(loaded: LanguageModel) -> Recorder:
+    """Return what each attention layer asks for, and what it keeps of a token. The model's attention is ours afterwards.
 
     Raises
     ------
@@ -58,7 +57,7 @@ def probe(loaded: LanguageModel) -> dict[int, LayerShape]:
     scale = float(expected.float().abs().max())
     if not float((expected - found).float().abs().max()) <= _TOLERANCE.get(expected.dtype, 2e-1) * max(scale, 1.0):
         raise UnsupportedError("its attention computes something else (a bias on positions, perhaps)")
-    return recorder.shapes
+    return recorder
 
 
 @contextmanager

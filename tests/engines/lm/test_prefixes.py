@@ -98,3 +98,27 @@ def test_equality_decides_and_not_the_counts() -> None:
     near = [*COMMON[:-1], 7, 0]
     chain = prefixes.chain(Row.of(9, near, 1))
     assert all(near[s.offset : s.offset + len(s.tokens)] == s.tokens for s in chain)
+
+
+def test_a_row_alone_shares_only_what_saves_more_than_it_costs() -> None:
+    long = [*COMMON, *OTHER]
+    prefixes = known([[*long, 1]])
+    prefixes.forget([*long, 1])
+    prefixes.observe([*long, 2])
+    writes_much = Row.of(1, [*long, 2], len(long) // 2 + 1)
+    assert prefixes.chain(writes_much) == ()
+    writes_little = Row.of(2, [*long, 2], len(long) // 2)
+    (segment,) = prefixes.chain(writes_little)
+    prefixes.attach((segment,))
+    assert prefixes.chain(writes_much) == (segment,), "another row hangs on it: one more costs nothing"
+    prefixes.detach((segment,))
+    assert prefixes.chain(writes_much) == ()
+
+
+def test_rows_that_are_held_make_it_worth_the_cost() -> None:
+    prompts = [[*COMMON, i] for i in range(4)]
+    prefixes = known(prompts)
+    row = Row.of(0, prompts[0], 3 * len(COMMON) // 2)
+    assert prefixes.chain(row) != ()
+    prefixes.forget(prompts[1])
+    assert prefixes.chain(row) == ()
