@@ -11,7 +11,8 @@ data are the passages of BEIR's dbpedia-entity: a folder with ``corpus.jsonl`` (
 for ``bench_encoder_quality.py``).
 
     pip install --no-deps sentence-transformers scikit-learn scipy joblib threadpoolctl narwhals
-    python benchmarks/bench_encoder.py --data dbpedia-entity --pool
+    pip install ray  # for --ray
+    python benchmarks/bench_encoder.py --data dbpedia-entity --pool --ray 600
 
 Runs on: anywhere.
 """
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from _common import Spread, arguments, write_result
-from _encoder_pool import pool_systems
+from _encoder_pool import driver_system, pool_systems, ray_data
 from transformers import AutoModel, AutoTokenizer
 
 from daskinfer import demo
@@ -188,6 +189,34 @@ def _related(limits: list[tuple[float, float]], runs: dict[str, list[tuple[float
     }
 
 
+def against_ray(model: str, texts: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Two workers of a driver that is ready, and Ray Data, in turn."""
+    import ray
+
+    ours: list[float] = []
+    theirs: list[dict[str, float]] = []
+    begun = time.perf_counter()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_s = time.perf_counter() - begun
+    with driver_system(model) as engine:
+        engine(texts[:40])
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            engine(texts)
+            ours.append(time.perf_counter() - begun)
+            theirs.append(ray_data(model, texts, 32))
+    ray.shutdown()
+    return {
+        "texts": len(texts),
+        "ray_init_seconds": start_s,
+        "driver_seconds": Spread.of(ours),
+        **{f"ray_{name}": Spread.of(run[name] for run in theirs) for name in ("seconds", "seconds_at_steady_rate")},
+        "times_faster_at_steady_rate": Spread.of(
+            run["seconds_at_steady_rate"] / own for run, own in zip(theirs, ours, strict=True)
+        ),
+    }
+
+
 def main() -> None:
     parser = arguments(__doc__ or "", repeats=5, texts=150, threads=2)
     parser.add_argument("--data", type=Path, required=True, help="folder of the passages")
@@ -196,6 +225,7 @@ def main() -> None:
     parser.add_argument("--variants", default="{}", help="JSON: more engines, name to options")
     parser.add_argument("--pool", action="store_true", help="also two workers with one thread each")
     parser.add_argument("--name", default="encoder", help="of the result")
+    parser.add_argument("--ray", type=int, default=0, metavar="TEXTS", help="also Ray Data, with so many passages")
     options = parser.parse_args()
     model, random = demo.embedding_model(), Random(options.seed)
     everything = passages(options.data)
@@ -209,6 +239,8 @@ def main() -> None:
             for name in options.workloads:
                 found = compare(systems, workloads[name], model, options.threads, options.repeats)
                 results[f"{name}, two workers"] = {k: v for k, v in found.items() if k != "processor"}
+    if options.ray:
+        results["Ray Data"] = against_ray(model, random.sample(everything, options.ray), options.repeats)
     systems = {"engine": engine_system(model, options.threads)}
     for name, given in json.loads(options.variants).items():
         systems[name] = engine_system(model, options.threads, **given)
