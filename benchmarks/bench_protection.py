@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from _common import Spread, arguments, write_result
 
-from daskinfer import Driver, HealthPolicy
+from daskinfer import BatchPolicy, Driver, HealthPolicy
 from daskinfer.cluster import local_cluster
 from daskinfer.engines.base import BatchEngine
 from daskinfer.preflight import by_value
@@ -80,7 +80,10 @@ def cpu_s(pid: int) -> float:
 def measured(cluster: Any, rows: int, number: int, *, protected: bool) -> dict[str, float]:
     """Run the rows once and return the two figures; each run has a number, so that no heartbeat is of another's engine."""
     health = HealthPolicy() if protected else UNPROTECTED
-    options = {"engine": Burner, "engine_options": {"run": number}, "threads": 1, "health": health}
+    batches = BatchPolicy(
+        rows=16
+    )  # the same in both: without polls the driver would not learn how large they should be
+    options = {"engine": Burner, "batch": batches, "engine_options": {"run": number}, "threads": 1, "health": health}
     with Driver("burner", cluster=cluster, **options) as driver:  # type: ignore[arg-type]
         dispatcher = driver._running  # noqa: SLF001 - its view of the workers is asked for by hand
 

@@ -31,6 +31,7 @@ Deliver = Callable[[tuple[Any, ...]], None]
 Ended = Callable[[str], None]
 
 MALLOC_BYTES = str(1 << 30)
+_WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # of GNU's and LLVM's OpenMP
 GONE_POLL_S = 0.02
 END_S = 2.0
 
@@ -234,12 +235,16 @@ def child_environment(threads: int) -> dict[str, str]:
     """Return what an engine's process needs to run at full speed under a Dask worker.
 
     Dask's nanny sets one thread for numeric libraries and a malloc trim threshold that makes torch give its memory back
-    and fault it in again at every step; glibc reads these when a process starts.
+    and fault it in again at every step; glibc reads these when a process starts. A thread of OpenMP that waits for others
+    soon sleeps instead of spinning: where other processes want the same cores, spinning threads keep the awaited ones
+    from running.
     """
     env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     env |= {"MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES, "MALLOC_MMAP_THRESHOLD_": MALLOC_BYTES}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1"}
     env.setdefault("TOKENIZERS_PARALLELISM", os.environ.get("TOKENIZERS_PARALLELISM", "true"))
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *_WAITING)):
+        env |= _WAITING
     return env
 
 

@@ -257,7 +257,7 @@ def test_one_worker_that_cannot_load_is_reported_and_gets_no_rows(cluster: Local
 
 
 @pytest.mark.parametrize("load_s", [2.0, pytest.param(30.0, marks=[pytest.mark.slow, pytest.mark.timeout(180)])])
-@pytest.mark.parametrize("isolation", ["process", "thread"])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("thread", marks=pytest.mark.slow)])
 def test_a_late_worker_that_loads_for_long_gets_no_rows_before(load_s: float, isolation: str, echo_log: Path) -> None:
     """With a worker-ttl far shorter than the load."""
     spec = echo_spec(isolation=isolation, log=echo_log, load_s=load_s, step_s=0.02, lengths=2, capacity=2)

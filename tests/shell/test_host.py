@@ -374,3 +374,11 @@ def test_the_childs_environment_undoes_what_slows_torch(monkeypatch: pytest.Monk
     assert int(env["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 30
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     assert child_environment(1)["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert int(child_environment(2)["GOMP_SPINCOUNT"]) <= 10_000
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not {"GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(child_environment(2))
