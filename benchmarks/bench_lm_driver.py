@@ -38,7 +38,7 @@ class Watched(LMEngine):
     def load(self) -> None:
         super().load()
         self._first = self._busy = 0.0
-        self._noted = {"busy_s": 0.0, "span_s": 0.0, "noted_steps": 0, "noted_row_steps": 0}
+        self._noted = {"busy_s": 0.0, "span_s": 0.0, "noted_steps": 0, "noted_slots": 0, "noted_row_steps": 0}
 
     def step(self) -> list[Result]:
         import time
@@ -56,6 +56,7 @@ class Watched(LMEngine):
                 "busy_s": self._busy,
                 "span_s": ended - self._first,
                 "noted_steps": core.counts["steps"],
+                "noted_slots": core.counts["steps"] * core.slots,
                 "noted_row_steps": core.counts["row_steps"],
             }
         return results
@@ -104,14 +105,16 @@ def measured(rows: pd.DataFrame, threads: int) -> dict[str, float]:
         if report.completed != len(rows):
             raise RuntimeError(f"{report.completed} of {len(rows)} rows completed")
         wait_until(lambda: view().metrics["completion_tokens"] >= rows["n"].sum(), 30, "the last heartbeat")
-        figures, slots = view().metrics, view().slots
+        figures = view().metrics
+    slots = figures["engine.noted_slots"] / figures["engine.noted_steps"]
     return {
         "seconds": seconds,
-        "occupied": figures["engine.noted_row_steps"] / (figures["engine.noted_steps"] * slots),
+        "occupied": figures["engine.noted_row_steps"] / figures["engine.noted_slots"],
+        "occupied_while_rows_waited_in_the_engine": figures["full_row_steps"] / (figures["full_steps"] * slots),
         "idle_share": 1 - figures["engine.busy_s"] / figures["engine.span_s"],
         "cpu_outside_by_inside": outside / inside,
         "steps_while_rows_waited": figures["engine.noted_steps"],
-        "slots": slots,
+        "steps_while_rows_waited_in_the_engine": figures["full_steps"],
         "output_tokens_per_s": float(rows["n"].sum()) / seconds,
     }
 

@@ -47,6 +47,7 @@ _ROWS_KEY = b"daskinfer.rows"
 _RUNS = b"daskinfer.runs="
 _KINDS = {kind: np.dtype(f"<{kind.decode()}") for kind in (b"u1", b"u2", b"u4", b"u8")}
 _DENSE = 8
+_GROUP_BYTES = 32 << 20  # of a row group: what a writer or a reader holds of a file
 _READERS, _PIECE, _SPURT = 8, 32, 1024
 FOOTER_BYTES = 16 << 10
 """Most footers of parts are smaller."""
@@ -79,8 +80,16 @@ def write_table(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ro
     if rows is not None:
         text = json.dumps([list(pair) for pair in rows])
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ROWS_KEY: text.encode()})
+    group = max(table.num_rows * _GROUP_BYTES // max(table.nbytes, 1), 1_000)
     with ops.writing(target, temporary) as file:
-        pq.write_table(table, file, compression=COMPRESSION, write_page_checksum=True, **encodings(table.schema))
+        pq.write_table(
+            table,
+            file,
+            row_group_size=min(group, 1 << 20),
+            compression=COMPRESSION,
+            write_page_checksum=True,
+            **encodings(table.schema),
+        )
 
 
 def write_part(target: Path, temporary: Path, table: pa.Table, ops: FileOps, ids: Any) -> None:

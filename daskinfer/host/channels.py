@@ -31,7 +31,7 @@ Deliver = Callable[[tuple[Any, ...]], None]
 Ended = Callable[[str], None]
 
 MALLOC_BYTES = str(1 << 30)
-_WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # of GNU's and LLVM's OpenMP
+_WAITING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # some 30 µs of GNU's OpenMP, 1 ms of LLVM's
 GONE_POLL_S = 0.02
 END_S = 2.0
 

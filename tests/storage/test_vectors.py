@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from daskinfer.checkpoint.parquetio import as_stored
+from daskinfer.checkpoint.parquetio import as_stored, write_table
 from daskinfer.records import Completed, Failed, Result
 from daskinfer.storage.encodings import encodings
+from daskinfer.storage.fileops import FileOps
 from daskinfer.storage.outputs import OutputColumns
 from daskinfer.storage.singlefile import write_single
 
@@ -96,3 +97,17 @@ def test_vectors_are_encoded_neither_as_a_dictionary_nor_byte_by_byte() -> None:
     assert "BYTE_STREAM_SPLIT" in used["output"]
     assert "RLE_DICTIONARY" not in used["output"] | used["half"]
     assert encodings(pa.schema([("id", pa.string())])) == {}
+
+
+def test_a_large_chunk_has_row_groups_that_fit_into_memory(tmp_path: Path) -> None:
+    def groups(rows: int, dims: int) -> list[int]:
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(np.ones(rows * dims, np.float32)), dims)
+        write_table(tmp_path / "f.parquet", tmp_path / "f.tmp", pa.table({"v": vectors}), FileOps())
+        about = pq.ParquetFile(tmp_path / "f.parquet").metadata
+        return [about.row_group(at).num_rows for at in range(about.num_row_groups)]
+
+    assert groups(10, 4) == [10]
+    several = groups(50_000, 384)
+    assert sum(several) == 50_000
+    assert max(several) * 384 * 4 <= 32 << 20
+    assert min(several[:-1]) * 384 * 4 >= 30 << 20
