@@ -149,7 +149,7 @@ class Runner:
         shared = heads // kv_heads
         grouped = query[a:b].reshape(rows, kv_heads, shared, -1)
         if query.device.type == "cpu" and not (sums is not None and group.chained):
-            # flash attention is made for many queries: here plain products are a fifth faster
+            # flash attention is made for many queries; with a few per row plain products are quicker
             bias = group.bias(call.window, query.dtype, kv_heads, shared)
             scale = grouped.shape[3] ** -0.5 if call.scale is None else call.scale
             scores = torch.baddbmm(bias, grouped.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
