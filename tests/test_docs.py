@@ -249,6 +249,7 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "capitals").glob("data-*.parquet"))) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_the_example_of_vectors_runs(tmp_path: Path) -> None:
     model = 'Driver("sentence-transformers/all-MiniLM-L6-v2", task="embed")'

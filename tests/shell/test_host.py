@@ -166,6 +166,7 @@ def test_c51_a_hung_engine_is_killed_after_the_step_timeout(fault_dir: Path) -> 
     with_host(spec, test, HealthPolicy(step_timeout_s=0.5))
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_is_given_up(fault_dir: Path) -> None:
     spec = echo_spec(isolation="thread", faults={"bad": "sleep:7"}, faults_dir=fault_dir)
 

@@ -54,6 +54,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     assert peak - at_mark < MOST_GROWTH
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_sent_batches_are_not_kept_in_the_logs_of_dask() -> None:
     """Dask logs the last 1,000 messages of each comm, which would be as many batches."""

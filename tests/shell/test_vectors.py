@@ -208,6 +208,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return int(exited.value.code or 0), said.out + said.err
 
 
+@pytest.mark.slow
 def test_embed_on_the_command_line(
     here: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
