@@ -76,13 +76,16 @@ class Prefixes:
         parent: Segment | None = None
         found: Segment | None = None
         at, most = 0, len(row.prompt) - 1
+        keys = _keys(row.prompt[:most])
         while len(chain) < _DEEPEST:
             found = self._match(parent, row.prompt, at, most)
-            if found is None or not (found.users or self._pays(row, len(found.tokens), at + len(found.tokens))):
+            if found is None or not (
+                found.users or self._pays(row, len(found.tokens), keys[(at + len(found.tokens)) // BLOCK - 1])
+            ):
                 break
             chain.append(found)
             parent, at = found, at + len(found.tokens)
-        for stop in self._stops(row, at, most) if found is None else ():
+        for stop in self._stops(row, at, keys) if found is None else ():
             if len(chain) == _DEEPEST:
                 break
             chain.append(Segment(list(row.prompt[at:stop]), chain=tuple(chain)))
@@ -141,15 +144,14 @@ class Prefixes:
         )
         return max(fitting, key=lambda segment: len(segment.tokens), default=None)
 
-    def _pays(self, row: Row, tokens: int, stop: int) -> bool:
-        """Whether the rows held with this row's first ``stop`` tokens save more by sharing the last ``tokens`` of them."""
-        keys = _keys(row.prompt[:stop])
-        others = max(self._held.get(keys[-1], 1) - 1, 1) if keys else 1
+    def _pays(self, row: Row, tokens: int, key: int) -> bool:
+        """Whether the rows held whose prompts begin as ``key`` says save more than it costs by sharing so many tokens."""
+        others = max(self._held.get(key, 1) - 1, 1)
         return others * tokens >= _STEP * row.expected
 
-    def _stops(self, row: Row, at: int, most: int) -> list[int]:
+    def _stops(self, row: Row, at: int, keys: list[int]) -> list[int]:
         """Return where the segments behind ``at`` end that would be worth making."""
-        counts = [self._counts.get(key, 0) for key in _keys(row.prompt[:most])]
+        counts = [self._counts.get(key, 0) for key in keys]
         stops = []
         begin = at
         for block, count in enumerate(counts):
@@ -157,7 +159,7 @@ class Prefixes:
             after = counts[block + 1] if block + 1 < len(counts) else 0
             tokens = stop - begin
             worth = tokens >= self.min_tokens and after < count and (count - 1) * tokens >= self.min_saved
-            if worth and self._pays(row, tokens, stop):
+            if worth and self._pays(row, tokens, keys[block]):
                 stops.append(stop)
                 begin = stop
         return stops

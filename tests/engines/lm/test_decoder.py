@@ -78,8 +78,8 @@ def test_a_model_that_computes_something_else_runs_by_itself(model_folder: Folde
     embed = loaded.model.model.embed_tokens
     embed.register_forward_hook(lambda module, args, out: out * 1.01)
     assert decoder_of(loaded, calls) is not None  # the module is called, so what it was given counts
-    norm = loaded.model.model.layers[1].mlp
-    norm.register_forward_hook(lambda module, args, out: out * 1.01)
+    mlp = loaded.model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda module, args, out: out * 1.01)
     assert decoder_of(loaded, calls) is None
 
 
