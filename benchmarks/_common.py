@@ -228,6 +228,12 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------- memory
 
 
+def cpu_s(*pids: int) -> float:
+    """Return the processor seconds of some processes."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(t.user + t.system for t in times))
+
+
 class RssSampler:
     """Samples the resident memory of a process in a thread, while the ``with`` block runs.
 

@@ -12,7 +12,7 @@ for ``bench_encoder_quality.py``).
 
     pip install --no-deps sentence-transformers scikit-learn scipy joblib threadpoolctl narwhals
     pip install ray  # for --ray
-    python benchmarks/bench_encoder.py --data dbpedia-entity --pool --ray 600
+    python benchmarks/bench_encoder.py --data dbpedia-entity --pool --ray 300
 
 Runs on: anywhere.
 """

@@ -13,13 +13,11 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
-from _common import arguments, write_result
+from _common import arguments, cpu_s, write_result
 from _lm import ragged
 from transformers import AutoTokenizer
 
@@ -68,12 +66,6 @@ class Watched(LMEngine):
         return replace(stats, extra={**stats.extra, **self._noted})
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """Return the processor seconds of some processes."""
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    return float(sum(t.user + t.system for t in times))
-
-
 def measured(rows: pd.DataFrame, threads: int) -> dict[str, float]:
     """Run the rows and return the figures."""
     with (
@@ -97,11 +89,11 @@ def measured(rows: pd.DataFrame, threads: int) -> dict[str, float]:
         wait_until(lambda: view().state == "ready" and view().metrics.get("pid"), 120)
         engine = int(view().metrics["pid"])
         others = [next(iter(driver.client.run(os.getpid).values())), os.getpid()]
-        outside, inside = cpu_s(others), cpu_s([engine])
+        outside, inside = cpu_s(*others), cpu_s(engine)
         begun = time.perf_counter()
         report = driver.run(rows, Path(folder) / "out", columns="prompt", row_params={"max_new_tokens": "n"})
         seconds = time.perf_counter() - begun
-        outside, inside = cpu_s(others) - outside, cpu_s([engine]) - inside
+        outside, inside = cpu_s(*others) - outside, cpu_s(engine) - inside
         if report.completed != len(rows):
             raise RuntimeError(f"{report.completed} of {len(rows)} rows completed")
         wait_until(lambda: view().metrics["completion_tokens"] >= rows["n"].sum(), 30, "the last heartbeat")

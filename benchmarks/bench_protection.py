@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-import psutil
-from _common import Spread, arguments, write_result
+from _common import Spread, arguments, cpu_s, write_result
 
 from daskinfer import BatchPolicy, Driver, HealthPolicy
 from daskinfer.cluster import local_cluster
@@ -71,12 +70,6 @@ def unwatch(dask_worker: Any) -> None:
             task.cancel()
 
 
-def cpu_s(pid: int) -> float:
-    """Return the processor seconds of a process."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
 def measured(cluster: Any, rows: int, number: int, *, protected: bool) -> dict[str, float]:
     """Run the rows once and return the two figures; each run has a number, so that no heartbeat is of another's engine."""
     health = HealthPolicy() if protected else UNPROTECTED
@@ -96,10 +89,10 @@ def measured(cluster: Any, rows: int, number: int, *, protected: bool) -> dict[s
         engine = int(view().metrics["pid"])
         if not protected:
             driver.client.run(by_value(unwatch))
-        outside = cpu_s(worker) + cpu_s(os.getpid())
+        outside = cpu_s(worker, os.getpid())
         inside = cpu_s(engine)
         done = sum(1 for _ in driver.stream((f"row {i}" for i in range(rows)), ordered=False))
-        outside = cpu_s(worker) + cpu_s(os.getpid()) - outside
+        outside = cpu_s(worker, os.getpid()) - outside
         inside = cpu_s(engine) - inside
         assert done == rows
         if not protected:
