@@ -73,9 +73,8 @@ def unwatch(dask_worker: Any) -> None:
 def measured(cluster: Any, rows: int, number: int, *, protected: bool) -> dict[str, float]:
     """Run the rows once and return the two figures; each run has a number, so that no heartbeat is of another's engine."""
     health = HealthPolicy() if protected else UNPROTECTED
-    batches = BatchPolicy(
-        rows=16
-    )  # the same in both: without polls the driver would not learn how large they should be
+    # the same in both: without polls the driver would not learn how large batches should be; two steps each
+    batches = BatchPolicy(rows=64)
     options = {"engine": Burner, "batch": batches, "engine_options": {"run": number}, "threads": 1, "health": health}
     with Driver("burner", cluster=cluster, **options) as driver:  # type: ignore[arg-type]
         dispatcher = driver._running  # noqa: SLF001 - its view of the workers is asked for by hand

@@ -111,7 +111,7 @@ def make(kind: str, source: Path, out: Path, options: Any) -> None:
     for ids in portions(options.rows, options.parts, window, options.seed):
         table = answers.slice(0, len(ids))
         if kind == "published":
-            published.publish(table, Intervals([(int(ids[0]), int(ids[-1]) + 1)]))
+            published.publish(table.schema, [table], Intervals([(int(ids[0]), int(ids[-1]) + 1)]))
         else:
             parts.write(f"{int(ids[0]) // CHUNK_ROWS * CHUNK_ROWS:019d}", ids, table)
 

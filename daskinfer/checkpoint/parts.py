@@ -12,72 +12,40 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import tee
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice, tee
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from daskinfer.checkpoint.layout import Layout, PartName
+from daskinfer.checkpoint.loaded import Loaded, Part, PartFile
 from daskinfer.checkpoint.parquetio import (
     FOOTER_BYTES,
     ends_of,
+    footer_says,
     is_whole,
-    latest_of,
     merged,
     read_table,
-    runs_in_footer,
     runs_of,
+    runs_said,
     write_part,
 )
 from daskinfer.errors import OutputError, describe
 from daskinfer.storage.fileops import FileOps
 from daskinfer.storage.intervals import Intervals
 
-__all__ = ["Loaded", "Parts"]
+__all__ = ["Parts"]
 
 logger = logging.getLogger(__name__)
 _ID = pa.field("daskinfer.row", pa.int64())
 _MANY_RUNS = 1 << 17  # so many more are held before they are merged: 2 MB
-
-
-@dataclass(eq=False, slots=True)
-class _Part:
-    """A part as it is remembered; there may be hundreds of thousands, so its path is made when it is needed."""
-
-    folder: Path
-    number: int
-    first: int
-    last: int
-    count: int
-    left: int  # rows that are not published yet
-
-    @property
-    def path(self) -> Path:
-        return self.folder / str(PartName(self.number, self.first, self.last, self.count))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Rows read from parts.
-
-    Attributes
-    ----------
-    ids : numpy array
-        Sorted, each once.
-    table : pyarrow.Table
-        One row per id.
-    origin : tuple
-        The parts, and for every row as it was read its id and the position of its part.
-    """
-
-    ids: Any
-    table: pa.Table
-    origin: tuple[list[_Part], Any, Any]
+_SPURT = 256  # parts whose runs are worked out at once
+_Listed: TypeAlias = tuple[Path, PartName, str, bytes, int]  # folder, name, path, end and size of a part's file
 
 
 class Parts:
@@ -95,7 +63,7 @@ class Parts:
     def __init__(self, layout: Layout, ops: FileOps, schema: pa.Schema, *, retry: bool = False) -> None:
         self._layout, self._ops, self._schema = layout, ops, schema
         self._prefix = "retry-" if retry else ""
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._number = 0
 
     def scan(self, published: Intervals) -> Intervals:
@@ -104,26 +72,31 @@ class Parts:
         Of a contiguous part the name is enough, of others the footer. Torn ones are deleted, to be redone; so are those with
         nothing unpublished.
         """
-        self._parts, held, waiting = [], [], 0
+        self._parts = []
+        held: list[Any] = []
+        waiting = 0
         listed, named = tee(self._listed())
         ends = ends_of((f"{folder}/{name}" for folder, name in named), FOOTER_BYTES)
-        for (folder, name), (path, end, size) in zip(listed, ends, strict=True):
-            self._number = max(self._number, name.number + 1)
-            runs = _runs(name, path, end, size)
-            if runs is None:
-                logger.warning("%s is torn; it is deleted and its rows will be redone", path)
-                self._ops.remove(Path(path))
-                continue
-            left = name.count
-            if published.overlaps(name.first, name.last + 1):
-                runs = np.array(list(Intervals(runs.tolist()).difference(published)), np.int64).reshape(-1, 2)
-                left = int((runs[:, 1] - runs[:, 0]).sum())
-            if not left:
-                self._ops.remove(Path(path))
-                continue
-            self._parts.append(_Part(folder, name.number, name.first, name.last, name.count, left))
-            held.append(runs)
-            waiting += len(runs)
+        both = zip(listed, ends, strict=True)
+        while spurt := [(*at, *end) for at, end in islice(both, _SPURT)]:
+            fresh: list[Any] = []
+            for (folder, name, path, _, _), runs in zip(spurt, _runs_of_all(spurt), strict=True):
+                self._number = max(self._number, name.number + 1)
+                if runs is None:
+                    logger.warning("%s is torn; it is deleted and its rows will be redone", path)
+                    self._ops.remove(Path(path))
+                    continue
+                left, kept = name.count, runs
+                if published.overlaps(name.first, name.last + 1):
+                    kept = np.array(list(Intervals(runs.tolist()).difference(published)), np.int64).reshape(-1, 2)
+                    left = int((kept[:, 1] - kept[:, 0]).sum())
+                if not left:
+                    self._ops.remove(Path(path))
+                    continue
+                self._parts.append(Part(folder, name.number, name.first, name.last, name.count, left))
+                fresh.append(kept)
+            held.append(merged(fresh))  # at once: of neighbours, which is quick, and few are left
+            waiting += len(held[-1])
             if waiting > max(_MANY_RUNS, len(held[0])):
                 held, waiting = [merged(held)], 0
         self._parts.sort(key=lambda part: part.first)
@@ -138,17 +111,17 @@ class Parts:
         whole = pa.Table.from_arrays(columns, schema=pa.schema([_ID, *self._schema]))
         write_part(folder / str(name), folder / f"{name}.tmp", whole, self._ops, ids)
         self._number += 1
-        part = _Part(folder, name.number, name.first, name.last, name.count, name.count)
+        part = Part(folder, name.number, name.first, name.last, name.count, name.count)
         insort(self._parts, part, key=lambda part: part.first)
 
     def load(self, first: int, last: int, fresh: tuple[Any, pa.Table] | None = None) -> Loaded:
-        """Read the rows with ids from ``first`` to ``last``, in order.
+        """Find the rows with ids from ``first`` to ``last``, in order; they are read as they are asked for.
 
         Parameters
         ----------
         first, last : int
         fresh : tuple of numpy array and pyarrow.Table, or None
-            Further rows, later than those in parts: their ids, and the table. One copy puts all in order.
+            Further rows, later than those in parts: their ids, and the table.
 
         Raises
         ------
@@ -157,33 +130,16 @@ class Parts:
         """
         wanted = [part for part in self._upto(last) if part.last >= first]
         wanted.sort(key=lambda part: part.number)
-        ids, tables = [np.empty(0, np.int64)], [self._schema.empty_table()]
-        for part in wanted:
-            part_ids, table = self._read(part)
-            low, high = np.searchsorted(part_ids, [first, last + 1])
-            ids.append(part_ids[low:high])
-            tables.append(table.slice(low, high - low))
-        every = np.concatenate(ids)
-        origin = np.repeat(np.arange(len(wanted)), [len(part_ids) for part_ids in ids[1:]])
-        found = every
-        if fresh is not None:
-            found = np.concatenate((every, fresh[0]))
-            tables.append(fresh[1])
-        latest = latest_of(found)
-        table = pa.concat_tables(tables)
-        if not np.array_equal(latest, np.arange(len(found))):
-            table = table.take(pa.array(latest))
-        return Loaded(found[latest], table, (wanted, every, origin))
+        files = [PartFile(part, self._schema, partial(self._reading, part)) for part in wanted]
+        return Loaded(files, self._schema, first, last, fresh)
 
     def settle(self, loaded: Loaded, first: int, last: int) -> None:
         """Take note that the loaded rows with ids from ``first`` to ``last`` are published.
 
         Parts with nothing else are deleted.
         """
-        parts, ids, origin = loaded.origin
-        published = np.bincount(origin[(ids >= first) & (ids <= last)], minlength=len(parts))
         gone = set()
-        for part, count in zip(parts, published.tolist(), strict=True):
+        for part, count in loaded.counts(first, last):
             part.left -= count
             if part.left <= 0:
                 gone.add(part)
@@ -194,7 +150,9 @@ class Parts:
         """Return the rows whose latest result is an error."""
         failed: set[int] = set()
         for part in sorted(self._parts, key=lambda part: part.number):
-            ids, table = self._read(part)
+            with self._reading(part):
+                table = read_table(part.path, [_ID.name, "error"])
+            ids = table.column(_ID.name).to_numpy()
             is_failed = np.asarray(table.column("error").is_valid())
             failed.difference_update(ids[~is_failed].tolist())
             failed.update(ids[is_failed].tolist())
@@ -207,7 +165,7 @@ class Parts:
 
     # ---------------------------------------------------------------- how
 
-    def _delete(self, parts: Collection[_Part]) -> None:
+    def _delete(self, parts: Collection[Part]) -> None:
         try:
             for part in parts:
                 self._ops.remove(part.path)
@@ -226,12 +184,13 @@ class Parts:
                     if name is not None:
                         yield folder, name
 
-    def _upto(self, last: int) -> list[_Part]:
+    def _upto(self, last: int) -> list[Part]:
         return self._parts[: bisect_right(self._parts, last, key=lambda part: part.first)]
 
-    def _read(self, part: _Part) -> tuple[Any, pa.Table]:
+    @contextmanager
+    def _reading(self, part: Part) -> Iterator[None]:
         try:
-            table = read_table(part.path)
+            yield
         except (OSError, pa.ArrowException) as error:
             with suppress(OSError):
                 self._ops.replace(part.path, part.path.with_name(f"damaged-{part.path.name}"))
@@ -239,22 +198,33 @@ class Parts:
                 f"{part.path} is damaged ({describe(error)}) and was set aside; run again with resume=True (--resume): "
                 f"its {part.count} rows will be redone"
             ) from error
-        return table.column(0).to_numpy(), table.select(range(1, table.num_columns)).cast(self._schema)
 
 
-def _runs(name: PartName, path: str, end: bytes, size: int) -> Any:
-    """Return the runs of ids in a part, or None if it is torn."""
-    if name.is_contiguous:
-        return np.array([[name.first, name.last + 1]], np.int64) if is_whole(end, size) else None
-    runs = runs_in_footer(path, end, size)
-    if runs is not None and _fits(runs, name):
-        return runs
-    with suppress(OSError, pa.ArrowException):  # its footer does not say, as in parts of earlier versions
+def _runs_of_all(listed: Sequence[_Listed]) -> list[Any]:
+    """Return the runs of ids in each part, or None for a torn one."""
+    found: list[Any] = [None] * len(listed)
+    opened: list[tuple[int, tuple[int, Any]]] = []
+    for at, (_, name, path, end, size) in enumerate(listed):
+        if name.is_contiguous:
+            if is_whole(end, size):
+                found[at] = np.array([[name.first, name.last + 1]], np.int64)
+        elif (said := footer_says(path, end, size)) is not None:
+            opened.append((at, said))
+        else:
+            found[at] = _runs_inside(path)
+    if opened:
+        runs, bounds = runs_said([said for _, said in opened])
+        names = [listed[at][1] for at, _ in opened]
+        promised = np.array([(name.first, name.last + 1, name.count) for name in names])
+        counts = np.add.reduceat(runs[:, 1] - runs[:, 0], bounds[:-1])
+        fits = (np.stack((runs[bounds[:-1], 0], runs[bounds[1:] - 1, 1], counts), axis=1) == promised).all(axis=1)
+        for (at, _), part, fit in zip(opened, np.split(runs, bounds[1:-1]), fits.tolist(), strict=True):
+            found[at] = part if fit else _runs_inside(listed[at][2])
+    return found
+
+
+def _runs_inside(path: str) -> Any:
+    """Return the runs of ids in a part whose footer does not say, as in those of earlier versions; None if it is torn."""
+    with suppress(OSError, pa.ArrowException):
         return runs_of(read_table(Path(path), [_ID.name]).column(0).to_numpy())
     return None
-
-
-def _fits(runs: Any, name: PartName) -> bool:
-    """Tell whether runs of ids are those that a part's name promises."""
-    said = (runs[0, 0], runs[-1, 1], (runs[:, 1] - runs[:, 0]).sum())
-    return said == (name.first, name.last + 1, name.count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from daskinfer.checkpoint.layout import EMPTY_DATA, Layout, data_name, data_span
-from daskinfer.checkpoint.parquetio import ends_of, ids_of, is_whole, positions_of, read_table, rows_of, write_table
+from daskinfer.checkpoint.parquetio import (
+    ends_of,
+    ids_of,
+    is_whole,
+    positions_of,
+    read_table,
+    rows_of,
+    write_table,
+    write_tables,
+)
 from daskinfer.errors import OutputError
 from daskinfer.storage.base import FILE_ROWS
 from daskinfer.storage.fileops import FileOps
@@ -104,10 +113,10 @@ class Published:
                 raise OutputError(f"{path} holds rows that another file in its folder holds too; remove one of the two")
             self._insert(first, last, None if one_file else rows_of(path))
 
-    def publish(self, table: pa.Table, rows: Intervals) -> None:
+    def publish(self, schema: pa.Schema, tables: Iterable[pa.Table], rows: Intervals) -> None:
         """Write the rows of a chunk, in order, under its final name."""
         path = self._layout.data(rows.first, rows.last)
-        write_table(path, self._layout.temporary(path.name), table, self._ops, rows)
+        write_tables(path, self._layout.temporary(path.name), schema, tables, self._ops, rows)
         self._insert(rows.first, rows.last, None if len(rows) == 1 else rows)
 
     def publish_nothing(self, schema: pa.Schema) -> None:

@@ -89,7 +89,7 @@ def _take_apart(opened: Opened, done: Intervals) -> None:
                 f"{layout.target} does not hold the {done.count} rows that this run left in it, so it cannot be "
                 "continued; restore it, or start again with overwrite=True (--overwrite)"
             )
-        opened.published.publish(table, rows)
+        opened.published.publish(table.schema, [table], rows)
     manifest.done = None
     opened.save()
 
@@ -101,7 +101,7 @@ def _finish_retries(opened: Opened) -> None:
         first, last = file.first, file.last
         if rows.overlaps(first, last + 1):
             loaded = opened.retries.load(first, last)
-            opened.published.renew(file, loaded.ids, loaded.table)
+            opened.published.renew(file, loaded.ids, loaded.table())
             opened.retries.settle(loaded, first, last)
     opened.retries.remove_all()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from daskinfer.checkpoint.ledger import Chunk, Fresh, Ledger
+from daskinfer.checkpoint.loaded import Loaded
 from daskinfer.checkpoint.opened import Opened
 from daskinfer.checkpoint.published import Counts
 from daskinfer.errors import OutputError
@@ -45,7 +46,7 @@ class Writer:
         if first in self._published.rows:  # a call that was cut short by an interrupt had come that far
             return self._ledger.settle(chunk)
         loaded = self._parts.load(first, last, self._fresh(chunk))
-        self._write(loaded.ids, loaded.table, chunk.rows)
+        self._write(loaded, 0, len(loaded.ids), chunk.rows)
         self._parts.settle(loaded, first, last)
         return self._ledger.settle(chunk)
 
@@ -66,7 +67,7 @@ class Writer:
         loaded = self._parts.load(chunk.rows.first, chunk.rows.last)
         for run in longest:
             low, high = np.searchsorted(loaded.ids, [run.first, run.last + 1])
-            self._write(loaded.ids[low:high], loaded.table.slice(low, high - low), run)
+            self._write(loaded, low, high, run)
             self._parts.settle(loaded, run.first, run.last)
 
     def renew(self, chunk: Chunk) -> int:
@@ -75,7 +76,7 @@ class Writer:
         first, last = chunk.target.first, chunk.target.last
         loaded = self._retries.load(first, last, self._fresh(chunk))
         if len(loaded.ids):
-            self._published.renew(chunk.target, loaded.ids, loaded.table)
+            self._published.renew(chunk.target, loaded.ids, loaded.table())
         self._retries.settle(loaded, first, last)
         return self._ledger.settle(chunk)
 
@@ -93,14 +94,15 @@ class Writer:
 
     # ---------------------------------------------------------------- how
 
-    def _write(self, ids: Any, table: pa.Table, rows: Intervals) -> None:
-        if len(ids) != rows.count:
+    def _write(self, loaded: Loaded, start: int, stop: int, rows: Intervals) -> None:
+        found = stop - start
+        if found != rows.count:
             raise OutputError(
                 f"{self._layout.target}: rows {rows.first} to {rows.last} cannot be published, for "
-                f"{abs(rows.count - len(ids))} of their {rows.count} results are not on disk any more; was something "
+                f"{abs(rows.count - found)} of their {rows.count} results are not on disk any more; was something "
                 f"removed from {self._layout.parts}? Run again with resume=True (--resume)"
             )
-        self._published.publish(table.unify_dictionaries(), rows)
+        self._published.publish(self._opened.stored, loaded.tables(start, stop), rows)
 
     def _fresh(self, chunk: Chunk) -> tuple[Any, pa.Table] | None:
         """Return what is pending: ids and rows; None when there is nothing."""

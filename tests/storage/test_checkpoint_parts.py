@@ -19,13 +19,14 @@ from daskinfer.checkpoint import CheckpointPolicy
 from daskinfer.checkpoint.layout import Layout, PartName, data_name, data_span, locate
 from daskinfer.checkpoint.parquetio import (
     ends_of,
+    footer_says,
     ids_of,
     is_whole,
     latest_of,
     merged,
     positions_of,
-    runs_in_footer,
     runs_of,
+    runs_said,
     write_part,
     write_table,
 )
@@ -116,12 +117,78 @@ def test_of_two_results_for_a_row_the_later_counts(tmp_path: Path) -> None:
     write(parts, [5, 7])
     loaded = parts.load(2, 6)
     assert loaded.ids.tolist() == [2, 3, 5]
-    assert loaded.table.column("a").to_pylist() == [102, 3, 5]
+    assert loaded.table().column("a").to_pylist() == [102, 3, 5]
     assert list(parts.errors()) == [(1, 2), (3, 4)]
     parts.settle(loaded, 2, 6)
     assert len(parts_in(tmp_path)) == 2, "a part goes when all its rows are published"
     parts.settle(parts.load(1, 1), 1, 1)
     assert [PartName.parse(path.name) for path in parts_in(tmp_path)] == [PartName(2, 5, 7, 2)]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let pieces and row groups have 1,000 rows, the least; return the rows of the groups that are read."""
+    monkeypatch.setattr("daskinfer.checkpoint.loaded.GROUP_BYTES", 1)
+    monkeypatch.setattr("daskinfer.checkpoint.parquetio._PART_GROUP_BYTES", 1)
+    read: list[int] = []
+    real = pq.ParquetFile.read_row_group
+
+    def spy(self: Any, at: int, *args: Any, **kwargs: Any) -> Any:
+        read.append(self.metadata.row_group(at).num_rows)
+        return real(self, at, *args, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", spy)
+    return read
+
+
+def test_rows_come_in_pieces_and_each_row_group_is_read_once(tmp_path: Path, small_pieces: list[int]) -> None:
+    _, parts = made(tmp_path)
+    rows = np.random.default_rng(0).permutation(9_500)
+    for at in range(0, 9_000, 3_000):
+        write(parts, sorted(rows[at : at + 3_000].tolist()))
+    late = np.sort(rows[8_800:])  # 200 of them are in a part too, and these are the later ones
+    fresh = pa.table({"a": -late, "error": pa.nulls(len(late), pa.string())}, schema=SCHEMA)
+    loaded = parts.load(0, 9_499, (late, fresh))
+    assert loaded.ids.tolist() == list(range(9_500))
+    assert small_pieces == [], "nothing is read before it is asked for"
+    pieces = list(loaded.tables())
+    assert [table.num_rows for table in pieces] == [1_000] * 9 + [500]
+    values = pa.concat_tables(pieces).column("a").to_numpy()
+    assert np.array_equal(values, np.where(np.isin(np.arange(9_500), late), -1, 1) * np.arange(9_500))
+    assert len(small_pieces) == 9, "each group once: the next piece begins in the one that is held"
+    assert pa.concat_tables(loaded.tables(40, 2_300)).column("a").to_numpy().tolist() == values[40:2_300].tolist()
+
+
+@given(data=st.data(), count=st.integers(1, 6), seed=st.integers(0, 99))
+def test_pieces_of_parts_are_the_rows_in_order(data: st.DataObject, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("daskinfer.checkpoint.loaded.GROUP_BYTES", 1)
+        patched.setattr("daskinfer.checkpoint.parquetio._PART_GROUP_BYTES", 1)
+        _, parts = made(Path(folder))
+        latest: dict[int, int] = {}
+        for at in range(count):
+            ids = np.flatnonzero(rng.random(4_000) < rng.random()).tolist() or [at]
+            write(parts, ids, value=at * 10_000)
+            latest |= {row: row + at * 10_000 for row in ids}
+        first, last = sorted(data.draw(st.tuples(st.integers(0, 4_000), st.integers(0, 4_000))))
+        wanted = {row: latest[row] for row in sorted(latest) if first <= row <= last}
+        loaded = parts.load(first, last)
+        assert loaded.ids.tolist() == list(wanted)
+        assert loaded.table().column("a").to_pylist() == list(wanted.values())
+
+
+def test_a_part_that_is_damaged_behind_its_ids_is_set_aside(tmp_path: Path) -> None:
+    _, parts = made(tmp_path)
+    write(parts, list(range(500)), error="an error that is long enough to be found again")
+    [path] = parts_in(tmp_path)
+    whole = path.read_bytes()
+    at = whole.index(b"long enough")
+    path.write_bytes(whole[:at] + b"LONG" + whole[at + 4 :])
+    loaded = parts.load(0, 499)
+    with pytest.raises(OutputError, match=r"is damaged .* was set aside"):
+        loaded.table()
+    assert parts_in(tmp_path)[0].name.startswith("damaged-")
 
 
 def test_scanning_reads_no_part_and_leaves_published_rows_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +211,11 @@ def test_the_footer_of_a_part_says_its_ids(scattered: set[int], run: int) -> Non
         path = Path(folder, "p")
         write_part(path, Path(folder, "t"), pa.table({"a": ids}), FaultyOps(), ids)
         [ended] = ends_of([str(path)], 8 + run)
-        found = runs_in_footer(*ended)
-        assert found is not None
-        assert np.array_equal(found, runs_of(ids))
+        said = footer_says(*ended)
+        assert said is not None
+        found, bounds = runs_said([said, said])
+        assert np.array_equal(found, np.tile(runs_of(ids), (2, 1)))
+        assert bounds.tolist() == [0, len(found) // 2, len(found)]
         assert pq.read_table(path).column("a").to_numpy().tolist() == ids.tolist()
 
 
@@ -412,9 +481,8 @@ def test_published_chunks_over_files_know_their_rows(tmp_path: Path) -> None:
     layout, _ = made(tmp_path)
     layout.parts.mkdir()
     rows = Intervals([(5, 7), (FILE_ROWS, FILE_ROWS + 3)])
-    Published(layout, FaultyOps()).publish(
-        pa.table({"a": range(5), "error": pa.array(["x", None, None, None, "y"])}), rows
-    )
+    table = pa.table({"a": range(5), "error": pa.array(["x", None, None, None, "y"])})
+    Published(layout, FaultyOps()).publish(table.schema, [table], rows)
     found = Published(layout, FaultyOps())
     found.scan()
     assert found.rows == rows

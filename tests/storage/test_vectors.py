@@ -109,5 +109,5 @@ def test_a_large_chunk_has_row_groups_that_fit_into_memory(tmp_path: Path) -> No
     assert groups(10, 4) == [10]
     several = groups(50_000, 384)
     assert sum(several) == 50_000
-    assert max(several) * 384 * 4 <= 32 << 20
-    assert min(several[:-1]) * 384 * 4 >= 30 << 20
+    assert max(several) * 384 * 4 <= 16 << 20
+    assert min(several[:-1]) * 384 * 4 >= 15 << 20
