@@ -42,6 +42,11 @@ __all__ = [
 
 logger = logging.getLogger("daskinfer.cluster")
 
+_SELDOM = {
+    "distributed.worker.profile.interval": ("10ms", "100ms"),
+    "distributed.admin.tick.interval": ("20ms", "100ms"),
+}
+"""Dask's own look-outs in each process, by default and as here: they took half of the time that idle processes need."""
 IGNORE_SIGINT = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 CLOSE_S = 20.0
 NANNY_S = 120
@@ -321,6 +326,7 @@ def _worker_settings() -> Iterator[None]:
         "distributed.worker.preload": [IGNORE_SIGINT, *preload],
         "distributed.worker.preload-argv": [[], *argv],
         "distributed.scheduler.allowed-failures": 0,
+        **{name: seldom for name, (often, seldom) in _SELDOM.items() if dask.config.get(name, often) == often},
     }
     before = os.environ.copy()
     try:

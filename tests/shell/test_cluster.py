@@ -106,6 +106,13 @@ def test_preloads_of_the_user_stay(preload: Any, argv: Any, found: Any) -> None:
             assert dask.config.get("distributed.worker.preload-argv") == [[], *found[1]]
 
 
+@pytest.mark.parametrize(("said", "used"), [(None, "100ms"), ("10ms", "100ms"), ("20ms", "20ms"), ("1s", "1s")])
+def test_dask_looks_out_more_seldom_unless_the_user_says_how_often(said: str | None, used: str) -> None:
+    name = "distributed.worker.profile.interval"
+    with dask.config.set({name: said} if said else {}), _worker_settings():
+        assert dask.config.get(name) == used
+
+
 def _old() -> str | None:
     return "0.0.1"
 
