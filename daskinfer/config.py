@@ -258,7 +258,7 @@ class HealthPolicy:
     heartbeat_timeout_s: float = 30.0
     detection_interval_s: float = 1.0
     failure_threshold: int = 3
-    poll_s: float = 0.5
+    poll_s: float = 1.0
     lease_grace_s: float = 60.0
     drain_s: float = 20.0
 

@@ -100,6 +100,7 @@ class ModelWorker(WorkerPlugin):
         self.host: Host | None = None
         self._worker: Worker | None = None
         self._task: asyncio.Task[None] | None = None
+        self._process: psutil.Process | None = None  # the engine's; to look it up costs more than to ask it
         self._leaving = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,12 +190,16 @@ class ModelWorker(WorkerPlugin):
             figures["state"] = "loading"  # loaded, but not yet known to the scheduler
         if self._leaving:
             figures |= {"state": "restarting", "error": ""}
-        pid = figures["pid"] or os.getpid()
-        try:
-            figures["ram_bytes"] = psutil.Process(pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            figures["ram_bytes"] = 0
+        figures["ram_bytes"] = self._ram_bytes(figures["pid"] or os.getpid())
         return {**figures, **gpu_figures()}
+
+    def _ram_bytes(self, pid: int) -> int:
+        try:
+            if self._process is None or self._process.pid != pid:
+                self._process = psutil.Process(pid)
+            return int(self._process.memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
 
 
 def _leave_in_order(worker: Worker) -> None:
