@@ -76,6 +76,12 @@ class Answer:
         """Whether ``min_new_tokens`` allows the next token to be an end."""
         return len(self.tokens) >= self.params.min_new_tokens
 
+    @property
+    def is_best_scores(self) -> bool:
+        """Whether each token is the one with the model's highest score, and nothing but the tokens is asked for."""
+        params = self.params
+        return params.greedy and params.repetition_penalty == 1 and not params.min_new_tokens and not params.logprobs
+
     def draw(self) -> float:
         """Return the row's next random number in [0, 1).
 

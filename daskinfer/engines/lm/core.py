@@ -18,6 +18,7 @@ from daskinfer.engines.lm.attention import Runner, install
 from daskinfer.engines.lm.decoder import Decoder
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout, slot_sizes
+from daskinfer.engines.lm.lookup import Lookup
 from daskinfer.engines.lm.plan import StepPlan
 from daskinfer.engines.lm.prefixes import Prefixes
 from daskinfer.engines.lm.sampling import choose
@@ -76,9 +77,20 @@ class Core:
         )
         self._answers: dict[int, Answer] = {}
         self.counts = dict.fromkeys(
-            ("steps", "row_steps", "full_steps", "full_row_steps", "prefill_tokens", "decode_tokens", "out_of_memory"),
+            (
+                "steps",
+                "row_steps",
+                "full_steps",
+                "full_row_steps",
+                "prefill_tokens",
+                "decode_tokens",
+                "guessed",
+                "guessed_right",
+                "out_of_memory",
+            ),
             0,
         )
+        self._lookup = settings.lookup_tokens(loaded.device)
 
     def fits(self, tokens: int) -> bool:
         """Whether there is memory for a row of so many tokens."""
@@ -88,7 +100,8 @@ class Core:
         """Take a row over; it is not finished."""
         prompt = answer.prompt
         self._answers[prompt.id] = answer
-        self.scheduler.add(Row.of(prompt.id, list(prompt.input), prompt.params.max_new_tokens))
+        lookup = Lookup(self._lookup) if self._lookup and answer.is_best_scores else None
+        self.scheduler.add(Row.of(prompt.id, list(prompt.input), prompt.params.max_new_tokens, lookup))
 
     def abort(self, ids: Sequence[int]) -> None:
         """Forget rows."""
@@ -152,18 +165,37 @@ class Core:
         return logits if self._keep else logits[plan.last]
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int]) -> list[Answer]:
-        finished = []
-        for row, token in zip(rows, tokens, strict=True):
-            answer = self._answers[row.id]
-            row.push(token)
-            if not answer.push(token):
-                continue
-            if token == NOT_A_NUMBER:
-                place = self.layout.places[row]
-                self._cache.blank(place.size, place.index)
-            self.scheduler.finish(row)
-            finished.append(self._answers.pop(row.id))
+        finished, at = [], 0
+        while at < len(rows):
+            row = rows[at]
+            found = tokens[at : at + 1 + len(row.guess)]
+            at += len(found)
+            taken = row.verified(found)
+            self.counts["guessed_right"] += len(taken) - 1
+            self.counts["decode_tokens"] += len(taken) - 1
+            if self._ends(row, taken):
+                self.scheduler.finish(row)
+                finished.append(self._answers.pop(row.id))
+            elif NOT_A_NUMBER in found:  # behind a wrong guess: the row has nothing to do with it
+                row.lookup = None
+                self._blank(row)
+                self.scheduler.send_back(row)
         return finished
+
+    def _ends(self, row: Row, tokens: Sequence[int]) -> bool:
+        """Add tokens to a row's answer, up to one that finishes it; return whether there was one."""
+        answer = self._answers[row.id]
+        for token in tokens:
+            row.push(token)
+            if token == NOT_A_NUMBER:
+                self._blank(row)
+            if answer.push(token):
+                return True
+        return False
+
+    def _blank(self, row: Row) -> None:
+        place = self.layout.places[row]
+        self._cache.blank(place.size, place.index)
 
     def _shrink(self, error: OutOfMemoryError) -> None:
         """Go on with fewer tokens per step and fewer rows after running out of memory."""
@@ -187,8 +219,8 @@ class Core:
             counts["full_steps"] += 1
             counts["full_row_steps"] += rows
         tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        decoded = sum(
-            1 for chunk in chunks if isinstance(chunk.sequence, Row) and chunk.sequence.answer and chunk.samples
-        )
-        counts["decode_tokens"] += decoded
-        counts["prefill_tokens"] += tokens - decoded
+        answered = [c.sequence for c in chunks if isinstance(c.sequence, Row) and c.sequence.answer and c.samples]
+        guessed = sum(len(row.guess) for row in answered)
+        counts["guessed"] += guessed
+        counts["decode_tokens"] += len(answered)  # and, once they are known, those guessed right
+        counts["prefill_tokens"] += tokens - len(answered) - guessed

@@ -126,7 +126,7 @@ class StepPlan:
     groups, pieces, shared : list
         What the attention layers do.
     rows : list of Row
-        Those that get a token.
+        Those that get a token, with a guess of several tokens once more for each of these.
     last : torch.Tensor
         Index of the token from which each of them follows.
     chained : torch.Tensor or None
@@ -156,14 +156,19 @@ class StepPlan:
             offset = chunk.sequence.offset
             ids += chunk.sequence.tokens[chunk.start : chunk.stop]
             positions += range(offset + chunk.start, offset + chunk.stop)
-        sampling = [(c, begin + c.stop - c.start - 1) for c, begin in zip(ordered, begins, strict=True) if c.samples]
+        sampling = [
+            (chunk.sequence, end - back)
+            for chunk, end in zip(ordered, [*begins[1:], len(ids)], strict=True)
+            if isinstance(chunk.sequence, Row) and chunk.samples
+            for back in range(1 + len(chunk.sequence.guess), 0, -1)
+        ]
         return cls(
             torch.tensor([ids], device=device),
             torch.tensor([positions], device=device),
             _groups(decoding, layout, device),
             [_piece(c, b, layout) for c, b in zip(ordered[len(decoding) :], begins[len(decoding) :], strict=True)],
             _shared(ordered, begins, device),
-            [c.sequence for c, _ in sampling if isinstance(c.sequence, Row)],
+            [row for row, _ in sampling],
             torch.tensor([last for _, last in sampling], dtype=torch.long, device=device),
         )
 

@@ -1,8 +1,9 @@
 """What runs in the next step: pure decisions about tokens and memory.
 
 Every row that is being answered runs in every step, with one token. What is left of the token budget reads prompts, in
-pieces if need be, those of shared segments first. A slot that falls free is filled in the next step. When memory runs out,
-idle segments go first; then the row admitted last goes back to waiting, to be computed again later.
+pieces if need be, those of shared segments first. A slot that falls free is filled in the next step. If the step is small
+all the same, guessed tokens are computed along, and those that were right count. When memory runs out, idle segments go
+first; then the row admitted last goes back to waiting, to be computed again later.
 
 Runs on: worker.
 """
@@ -18,6 +19,7 @@ from daskinfer.engines.lm.sequences import Chunk, Row, Segment, Sequence
 
 __all__ = ["Scheduler"]
 
+_SMALL_STEP = 16  # tokens that take hardly longer than one, where weights are what a step waits for
 _AGING = 8  # every eighth row admitted is the one that has waited longest
 
 
@@ -94,6 +96,7 @@ class Scheduler:
         :meth:`take_dropped` tells whose tensors can go.
         """
         chunks = self._decode()
+        going_on = len(chunks)
         left = max(self.budget - len(chunks), self.budget // 4, 1)
         for row in self.running:
             left -= self._read(row, left, chunks)
@@ -102,8 +105,14 @@ class Scheduler:
             if admitted is None:
                 break
             left -= self._read(admitted, left, chunks)
+        if len(chunks) == going_on:
+            self._guess(chunks)
         self.layout.compact()
         return chunks
+
+    def send_back(self, row: Row) -> None:
+        """Let a running row wait again; what was computed of it is lost."""
+        self._preempt(row)
 
     def reset(self) -> None:
         """Send all running rows back to waiting and forget what is shared: the step that was scheduled did not run."""
@@ -130,6 +139,18 @@ class Scheduler:
                 chunks.append(Chunk(row, row.computed, row.computed + 1))
                 row.computed += 1
         return chunks
+
+    def _guess(self, chunks: list[Chunk]) -> None:
+        """Have guessed tokens computed along, where the step is so small that they cost little."""
+        share = min(_SMALL_STEP, self.budget) // max(len(chunks), 1) - 1
+        for chunk in chunks if share > 0 else ():
+            row = chunk.sequence
+            if not isinstance(row, Row) or row.lookup is None:
+                continue
+            guess = row.lookup.guess(row.prompt, row.answer, min(share, row.expected - 1))
+            if guess and self.layout.reserve(row, row.computed + len(guess), self._expected(row)):
+                row.suppose(guess)
+                chunk.stop += len(guess)
 
     def _grow(self, row: Row) -> bool:
         """Reserve memory for one more token, at the cost of rows admitted later; False: the row itself had to go.

@@ -9,7 +9,10 @@ Runs on: worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+
+from daskinfer.engines.lm.lookup import Lookup
 
 __all__ = ["Chunk", "Row", "Segment", "Sequence"]
 
@@ -72,6 +75,10 @@ class Row(Sequence):
         Place in the order of arrival.
     sharing : bool
         Whether it may hang on shared prefixes.
+    lookup : Lookup or None
+        Guesses how the answer goes on, for a row that may be guessed.
+    guess : list of int
+        Tokens that are computed along in the step that was scheduled last; they stand at the end of ``tokens``.
     """
 
     id: int = 0
@@ -80,11 +87,13 @@ class Row(Sequence):
     max_new_tokens: int = 1
     arrival: int = 0
     sharing: bool = True
+    lookup: Lookup | None = None
+    guess: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, row: int, prompt: list[int], max_new_tokens: int) -> Row:
+    def of(cls, row: int, prompt: list[int], max_new_tokens: int, lookup: Lookup | None = None) -> Row:
         """Return a row that has not begun."""
-        return cls(list(prompt), id=row, prompt=prompt, max_new_tokens=max_new_tokens)
+        return cls(list(prompt), id=row, prompt=prompt, max_new_tokens=max_new_tokens, lookup=lookup)
 
     @property
     def expected(self) -> int:
@@ -96,10 +105,33 @@ class Row(Sequence):
         self.answer.append(token)
         self.tokens.append(token)
 
+    def suppose(self, guess: list[int]) -> None:
+        """Have tokens computed along with the next one, as if they were part of the answer."""
+        self.guess = guess
+        self.tokens += guess
+        self.computed += len(guess)
+
+    def verified(self, found: Listing[int]) -> Listing[int]:
+        """Return those of the tokens found, behind the last known one and behind each guessed one, that are the answer's.
+
+        The first always is; each further one follows from a guess that was right. Keys and values of wrong guesses count as
+        not computed.
+        """
+        guess, self.guess = self.guess, []
+        if not guess:
+            return found
+        right = next((at for at, token in enumerate(guess) if found[at] != token), len(guess))
+        del self.tokens[len(self.tokens) - len(guess) :]
+        self.computed -= len(guess) - right
+        if self.lookup is not None:
+            self.lookup.learn(len(guess), right)
+        return found[: right + 1]
+
     def restart(self, chain: tuple[Segment, ...] = ()) -> None:
         """Forget what is computed, and begin behind a chain."""
         self.chain = chain
         self.computed = 0
+        self.guess = []
         self.tokens = (self.prompt + self.answer)[self.offset :]
 
 

@@ -37,6 +37,10 @@ class Settings:
         Compute the beginnings that prompts have in common once.
     longest_first : bool
         Let in waiting rows with the largest ``max_new_tokens`` first, so that few long ones are left at the end.
+    prompt_lookup_num_tokens : int or None
+        In small steps compute up to so many tokens of a row along that are guessed from its prompt and answer; those the
+        model agrees with are kept, so answers do not change. Rows that take the best token only. 0: none. None: 7 on a CPU,
+        0 elsewhere.
     pack_weights : bool
         On a CPU in float32: lay the weights out once for the batches of decoding.
     int8 : bool
@@ -59,6 +63,7 @@ class Settings:
     max_batch_bytes: int | None = None
     share_prefixes: bool = True
     longest_first: bool = True
+    prompt_lookup_num_tokens: int | None = None
     pack_weights: bool = True
     int8: bool = False
     allow_pickle: bool = False
@@ -69,6 +74,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"engine_options: {name}={value!r} must be a whole number of at least 1")
+        guessed = self.prompt_lookup_num_tokens
+        if guessed is not None and (not isinstance(guessed, int) or isinstance(guessed, bool) or guessed < 0):
+            raise ConfigError(
+                f"engine_options: prompt_lookup_num_tokens={guessed!r} must be a whole number of at least 0"
+            )
         if self.slot_tokens % 2:
             raise ConfigError(f"engine_options: slot_tokens={self.slot_tokens!r} must be even")
         for name in ("share_prefixes", "longest_first", "pack_weights", "int8", "allow_pickle"):
@@ -91,6 +101,11 @@ class Settings:
     def tokens(self, device: torch.device) -> int:
         """Tokens of a step."""
         return self.max_batch_tokens or (512 if device.type == "cpu" else 2048)
+
+    def lookup_tokens(self, device: torch.device) -> int:
+        """Most tokens guessed per row and step."""
+        asked = self.prompt_lookup_num_tokens
+        return (7 if device.type == "cpu" else 0) if asked is None else asked
 
     def cache_tokens(self, device: torch.device, bytes_per_token: int) -> int:
         """Tokens whose keys and values there is memory for.

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daskinfer.engines.lm.layout import Layout
+from daskinfer.engines.lm.lookup import Lookup
 from daskinfer.engines.lm.prefixes import Prefixes
 from daskinfer.engines.lm.scheduler import Scheduler
 from daskinfer.engines.lm.sequences import Chunk, Row, Segment
@@ -24,6 +25,7 @@ class Machine:
         self.segments: dict[Segment, list[Any]] = {}
         self.finished: dict[int, list[int]] = {}
         self.tokens_of_steps: list[int] = []
+        self.guessed = self.guessed_right = 0
 
     def step(self) -> bool:
         chunks = self.scheduler.schedule()
@@ -64,18 +66,30 @@ class Machine:
                 assert key == tuple(text[: begin + at + 1]), "a token looks at keys that are not its own"
 
     def _sample(self, row: Row) -> None:
-        text = self._text(row)
-        assert text == row.prompt + row.answer
-        row.push(hash(tuple(text)) % 1000)
-        if len(row.answer) >= self.lengths[row.id]:
-            self.finished[row.id] = row.answer
-            self.scheduler.finish(row)
+        text, known = self._text(row), row.prompt + row.answer
+        assert text == known + row.guess
+        assert len(row.answer) + len(row.guess) < row.max_new_tokens
+        self.guessed += len(row.guess)
+        taken = row.verified([following(text[:end]) for end in range(len(known), len(text) + 1)])
+        self.guessed_right += len(taken) - 1
+        assert self._text(row) == known
+        for token in taken:
+            row.push(token)
+            if len(row.answer) >= self.lengths[row.id]:
+                self.finished[row.id] = row.answer
+                self.scheduler.finish(row)
+                break
+
+
+def following(text: list[int]) -> int:
+    """Return the next token: it follows from the last two, so that answers go round in circles, which can be guessed."""
+    return hash(tuple(text[-2:])) % 9
 
 
 def expected(prompt: list[int], n: int) -> list[int]:
     text = list(prompt)
     for _ in range(n):
-        text.append(hash(tuple(text)) % 1000)
+        text.append(following(text))
     return text[len(prompt) :]
 
 
@@ -205,8 +219,8 @@ def jobs(draw: st.DrawFn) -> list[tuple[int, list[int], int, int]]:
     st.integers(1, 8),
     st.integers(1, 64),
     st.sampled_from([128, 160, 250, 10_000]),
-    st.booleans(),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans()),
+    st.integers(0, 9),
     st.sets(st.integers(0, 11), max_size=3),
 )
 def test_every_row_gets_its_own_answer_under_every_schedule(
@@ -214,10 +228,11 @@ def test_every_row_gets_its_own_answer_under_every_schedule(
     slots: int,
     budget: int,
     memory: int,
-    longest_first: bool,
-    sharing: bool,
+    options: tuple[bool, bool],
+    guessing: int,
     aborted: set[int],
 ) -> None:
+    longest_first, sharing = options
     prefixes = Prefixes(min_tokens=16, min_saved=16) if sharing else None
     plan = Scheduler(Layout(memory, 8, 256), slots, budget, longest_first=longest_first, prefixes=prefixes)
     lengths = {i: true for i, (_, _, _, true) in enumerate(rows)}
@@ -226,7 +241,7 @@ def test_every_row_gets_its_own_answer_under_every_schedule(
     while True:
         for i, (when, prompt, most, _) in enumerate(rows):
             if when == at:
-                plan.add(Row.of(i, prompt, most))
+                plan.add(Row.of(i, prompt, most, Lookup(guessing) if guessing else None))
         if at == 5:
             plan.abort(aborted)
         went = machine.step()
@@ -241,6 +256,43 @@ def test_every_row_gets_its_own_answer_under_every_schedule(
     assert set(done) - set(machine.finished) <= aborted
     assert plan.layout.places == {}
     assert plan.layout.used == plan.layout.shared
+
+
+def test_guessed_tokens_are_computed_along_and_save_steps() -> None:
+    steps = {}
+    for most in (0, 7):
+        plan = scheduler(slots=2, budget=64)
+        for i in range(2):
+            plan.add(Row.of(i, [i, 1], 60, Lookup(most) if most else None))
+        machine = Machine(plan, {0: 60, 1: 47})
+        while machine.step():
+            pass
+        assert machine.finished == {0: expected([0, 1], 60), 1: expected([1, 1], 47)}
+        steps[most] = len(machine.tokens_of_steps)
+    assert steps[0] == 60
+    assert steps[7] < 30
+    assert machine.guessed_right > 30
+
+
+def test_nothing_is_guessed_while_prompts_are_read_or_many_rows_run() -> None:
+    plan = scheduler(slots=20, budget=64)
+    plan.add(Row.of(0, [1, 2], 60, Lookup(7)))
+    machine = Machine(plan, dict.fromkeys(range(21), 40))
+    for _ in range(30):
+        machine.step()
+    assert machine.guessed
+    before = machine.guessed
+    plan.add(Row.of(1, list(range(200)), 40))
+    while plan.waiting or any(row.pending > 1 for row in plan.running):
+        machine.step()
+    assert machine.guessed == before
+    for i in range(2, 20):
+        plan.add(Row.of(i, [i], 40, Lookup(7)))
+    machine.step()
+    before = machine.guessed
+    while len(plan.running) > 8:
+        assert machine.guessed == before
+        machine.step()
 
 
 def test_a_full_house_needs_no_preemption_when_it_fits() -> None:

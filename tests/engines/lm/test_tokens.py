@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from daskinfer.engines.lm import core, sampling
+from daskinfer.engines.lm.lookup import Lookup
 from daskinfer.records import Request, Result, SamplingParams
+from tests.engines import tiny
 from tests.engines.lm import models
 from tests.engines.lm.models import SUPPORTED, drain, greedy, load, outputs, own_model, prompts, sampled, text
 
@@ -19,6 +23,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "pieces": {"max_batch_rows": 3, "max_batch_tokens": 7, "slot_tokens": 8},
     "little-memory": {"slot_tokens": 8, "max_batch_bytes": 2 * 2 * 32 * 4 * 110},
     "no-sharing": {"share_prefixes": False, "max_batch_rows": 5, "max_batch_tokens": 4096},
+    "not-guessing": {"prompt_lookup_num_tokens": 0, "max_batch_rows": 2},
     "arrival": {"longest_first": False, "pack_weights": False, "slot_tokens": 16, "max_batch_rows": 8},
 }
 Folders = Callable[[str], Path]
@@ -55,6 +60,60 @@ def test_c10_greedy_tokens_are_those_of_generate(
     if schedule != "no-sharing":
         assert extra["prefix_tokens"] > 0
     assert extra["kv_allocated_tokens"] <= extra["kv_tokens"]
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("sharing", [True, False])
+def test_guesses_save_steps_and_change_no_answer(
+    kind: str,
+    sharing: bool,
+    model_folder: Folders,
+    expected: Callable[[str], dict[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = own_model(model_folder(kind))
+    answers = {tuple(ids): greedy(model, ids, lengths(row)) for row, ids in PROMPTS.items()}
+
+    def guess(self: Lookup, prompt: list[int], answer: list[int], room: int) -> list[int]:
+        following = [*answers.get(tuple(prompt), [])[len(answer) :], tiny.EOS, 7, 7][: min(room, 5)]
+        return [7 if len(answer) % 3 == at else token for at, token in enumerate(following)]  # some are wrong
+
+    monkeypatch.setattr(Lookup, "guess", guess)
+    engine = load(model_folder(kind), max_batch_rows=3, slot_tokens=8, share_prefixes=sharing)
+    rows = [Request(row, ids, SamplingParams(max_new_tokens=lengths(row))) for row, ids in PROMPTS.items()]
+    assert outputs(drain(engine, [rows[:5], [], [], rows[5:11], rows[11:]])) == expected(kind)
+    stats = engine.stats()
+    assert stats.extra["guessed_tokens"] > stats.extra["guessed_right_tokens"] > 0
+    assert stats.row_steps < stats.completion_tokens
+
+
+def test_rows_that_do_not_take_the_best_token_are_not_guessed(model_folder: Folders) -> None:
+    engine = load(model_folder("llama"), max_batch_rows=1)
+    prompt = [5, 6, 7] * 6
+    for params in ({"temperature": 1.0}, {"repetition_penalty": 1.1}, {"logprobs": True}, {"min_new_tokens": 2}):
+        drain(engine, [[Request(0, prompt, SamplingParams(max_new_tokens=30, ignore_eos=True, **params))]])
+        assert engine.stats().extra["guessed_tokens"] == 0, params
+    drain(engine, [[Request(0, prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))]])
+    assert engine.stats().extra["guessed_tokens"] > 0
+
+
+def test_scores_of_a_wrong_guess_that_are_no_numbers_do_no_harm(
+    model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Request(0, [5, 6, 7] * 6, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    expected = drain(load(model_folder("llama")), [[row]])
+    engine = load(model_folder("llama"))
+    real = sampling.choose
+
+    def choose(logits: torch.Tensor, answers: list[Any]) -> list[int]:
+        if len(answers) > 1:
+            logits[-1] = torch.nan
+        return real(logits, answers)
+
+    monkeypatch.setattr(Lookup, "guess", lambda self, prompt, answer, room: [3, 3][: min(room, 2)])
+    monkeypatch.setattr(core, "choose", choose)
+    assert drain(engine, [[row]]) == expected
+    assert engine.stats().extra["preemptions"] == 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
