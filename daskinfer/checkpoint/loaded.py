@@ -1,4 +1,7 @@
-"""Rows out of several parts, in order, a piece of them at a time: a chunk need not fit into memory to be published.
+"""Rows out of several parts, in order, a piece of them at a time, so that publishing a chunk takes little memory.
+
+A part's row group is read when the first of its rows is wanted, and kept for the next piece, which usually begins in it.
+When what is kept grows too large, since many parts have rows everywhere in the chunk, it is read again.
 
 Runs on: client.
 """
@@ -16,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from daskinfer.checkpoint.layout import PartName
-from daskinfer.checkpoint.parquetio import GROUP_BYTES, latest_of, open_table
+from daskinfer.checkpoint.parquetio import GROUP_BYTES, bytes_said, latest_of, open_table, row_bytes
 
 __all__ = ["Loaded", "Part", "PartFile"]
+
+_MOST_KEPT = 4 * GROUP_BYTES
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +60,8 @@ class PartFile:
         Sorted.
     nbytes : int
         Of all its rows, roughly.
+    kept_bytes : int
+        Of the row group that is kept.
     """
 
     def __init__(self, part: Part, schema: pa.Schema, guard: Callable[[], AbstractContextManager[None]]) -> None:
@@ -62,26 +69,37 @@ class PartFile:
         self._schema, self._guard = schema, guard
         with guard(), open_table(part.path) as file:
             about = file.metadata
-            groups = [about.row_group(at) for at in range(about.num_row_groups)]
-            self._bounds = np.cumsum([0, *(group.num_rows for group in groups)])
-            self.nbytes = sum(group.total_byte_size for group in groups)
+            self._bounds = np.cumsum([0, *(about.row_group(at).num_rows for at in range(about.num_row_groups))])
+            self.nbytes = bytes_said(about)
             self.ids = file.read([file.schema_arrow.names[0]]).column(0).to_numpy()
-        self._held: tuple[int, pa.Table] = -1, schema.empty_table()  # the last row group: the next piece begins in it
+        self.kept_bytes = 0
+        self._kept: tuple[int, pa.Table] | None = None
 
     def rows(self, low: int, high: int) -> pa.Table:
         """Return the rows at positions from ``low`` to before ``high``."""
         first = int(np.searchsorted(self._bounds, low, side="right")) - 1
         stop = int(np.searchsorted(self._bounds, high, side="left"))
-        with self._guard(), open_table(self.part.path) as file:
-            tables = [self._group(file, at) for at in range(first, stop)]
+        if self._kept is not None and (first, stop) == (self._kept[0], self._kept[0] + 1):
+            tables = [self._kept[1]]
+        else:
+            with self._guard(), open_table(self.part.path) as file:
+                tables = [self._group(file, at) for at in range(first, stop)]
+        if high == self._bounds[-1]:
+            self.release()
+        elif tables:
+            self._kept, self.kept_bytes = (stop - 1, tables[-1]), row_bytes(tables[-1])
         whole = pa.concat_tables([self._schema.empty_table(), *tables])
         return whole.slice(low - int(self._bounds[first]), high - low)
 
+    def release(self) -> None:
+        """Let go of the row group that is kept."""
+        self._kept, self.kept_bytes = None, 0
+
     def _group(self, file: pq.ParquetFile, at: int) -> pa.Table:
-        if self._held[0] != at:
-            table = file.read_row_group(at)
-            self._held = at, table.select(range(1, table.num_columns)).cast(self._schema)
-        return self._held[1]
+        if self._kept is not None and self._kept[0] == at:
+            return self._kept[1]
+        table = file.read_row_group(at)
+        return table.select(range(1, table.num_columns)).cast(self._schema)
 
 
 class Loaded:
@@ -127,10 +145,10 @@ class Loaded:
         self.ids = every[latest]
         self._sources = np.concatenate((self._found[1], np.full(len(fresh_ids), len(files))))[latest]
         self._places = np.concatenate([np.empty(0, np.int64), *places, np.arange(len(fresh_ids))])[latest]
-        nbytes = self._fresh.nbytes + sum(
+        nbytes = row_bytes(self._fresh) + sum(
             file.nbytes * len(part) // max(len(file.ids), 1) for file, part in zip(files, ids, strict=True)
         )
-        self._rows = max(len(every) * GROUP_BYTES // max(nbytes, 1), 1_000)
+        self._rows = max(len(every) * GROUP_BYTES // max(nbytes, 1), 1)
 
     def tables(self, start: int = 0, stop: int | None = None) -> Iterator[pa.Table]:
         """Yield the rows of ``ids[start:stop]`` in order, as tables of about 16 MB.
@@ -143,6 +161,9 @@ class Loaded:
         stop = len(self.ids) if stop is None else stop
         for low in range(start, stop, self._rows):
             yield self._piece(low, min(low + self._rows, stop))
+            if sum(file.kept_bytes for file in self._files) > _MOST_KEPT:
+                for file in self._files:
+                    file.release()
 
     def table(self) -> pa.Table:
         """Return all rows."""

@@ -28,6 +28,7 @@ from daskinfer.checkpoint.parquetio import (
     FOOTER_BYTES,
     ends_of,
     footer_says,
+    is_damage,
     is_whole,
     merged,
     read_table,
@@ -191,7 +192,14 @@ class Parts:
     def _reading(self, part: Part) -> Iterator[None]:
         try:
             yield
+        except FileNotFoundError as error:
+            raise OutputError(
+                f"{part.path} is gone; was something removed from {self._layout.parts}? Run again with resume=True "
+                f"(--resume): its {part.count} rows will be redone"
+            ) from error
         except (OSError, pa.ArrowException) as error:
+            if not is_damage(error):
+                raise
             with suppress(OSError):
                 self._ops.replace(part.path, part.path.with_name(f"damaged-{part.path.name}"))
             raise OutputError(
@@ -225,6 +233,9 @@ def _runs_of_all(listed: Sequence[_Listed]) -> list[Any]:
 
 def _runs_inside(path: str) -> Any:
     """Return the runs of ids in a part whose footer does not say, as in those of earlier versions; None if it is torn."""
-    with suppress(OSError, pa.ArrowException):
+    try:
         return runs_of(read_table(Path(path), [_ID.name]).column(0).to_numpy())
-    return None
+    except (OSError, pa.ArrowException) as error:
+        if not is_damage(error):
+            raise
+        return None

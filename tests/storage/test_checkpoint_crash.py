@@ -55,6 +55,8 @@ SESSION = st.fixed_dictionaries(
     }
 )
 
+pytestmark = pytest.mark.usefixtures("pieces_of_few_rows")
+
 
 JOB = {
     "sizes": st.lists(st.integers(0, 25), min_size=1, max_size=4),

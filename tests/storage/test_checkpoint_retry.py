@@ -21,6 +21,8 @@ from daskinfer.storage import open_source
 from daskinfer.storage.base import FILE_ROWS
 from tests.storage.harness import CrashError, FaultyOps, Run, forget_lock, leftovers, opened, rows_of, visible
 
+pytestmark = pytest.mark.usefixtures("pieces_of_few_rows")
+
 SINKS = ["out", "out.jsonl", "out.parquet", "out.csv"]
 FAILED = [3, 10, 17, 24]
 

@@ -148,7 +148,8 @@ class Runner:
         kv_heads = keys.shape[1]
         shared = heads // kv_heads
         grouped = query[a:b].reshape(rows, kv_heads, shared, -1)
-        if query.device.type == "cpu" and not (sums is not None and group.chained):
+        plain = query.device.type == "cpu" and query.dtype == torch.float32  # others would be rounded in between
+        if plain and not (sums is not None and group.chained):
             # flash attention is made for many queries; with a few per row plain products are quicker
             bias = group.bias(call.window, query.dtype, kv_heads, shared)
             scale = grouped.shape[3] ** -0.5 if call.scale is None else call.scale

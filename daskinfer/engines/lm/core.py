@@ -92,6 +92,11 @@ class Core:
         )
         self._lookup = settings.lookup_tokens(loaded.device)
 
+    @property
+    def own_forward(self) -> bool:
+        """Whether the layers run by the quicker way."""
+        return self._decoder is not None
+
     def fits(self, tokens: int) -> bool:
         """Whether there is memory for a row of so many tokens."""
         return self.layout.fits_alone(tokens)

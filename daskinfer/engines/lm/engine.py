@@ -124,9 +124,9 @@ class LMEngine:
     def stats(self) -> EngineStats:
         """Return counters.
 
-        ``extra`` holds tokens of prompts and of answers computed, tokens guessed and how many of them were right, the
-        cache's size and use in tokens, prompts and tokens that were served from shared prefixes, rows sent back for lack of
-        memory and their tokens computed again.
+        ``extra`` holds tokens of prompts and of answers computed, whether the model's layers are run by this engine's own
+        forward pass, tokens guessed and how many of them were right, the cache's size and use in tokens, prompts and tokens
+        that were served from shared prefixes, rows sent back for lack of memory and their tokens computed again.
         """
         if self._other is not None:
             stats = self._other.stats()
@@ -147,6 +147,7 @@ class LMEngine:
             extra={
                 "prefill_tokens": counts["prefill_tokens"],
                 "decode_tokens": counts["decode_tokens"],
+                "own_forward": core.own_forward,
                 "guessed_tokens": counts["guessed"],
                 "guessed_right_tokens": counts["guessed_right"],
                 "kv_tokens": layout.budget,

@@ -88,5 +88,27 @@ def test_eight_bits_take_the_quick_way(model_folder: Folder) -> None:
     assert prepared(model_folder("granite"), int8=True)[1] is None
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "other", [{"residual_multiplier": 0.97}, {"attention_multiplier": 0.4}, {"logits_scaling": 1.03}]
+)
+def test_small_differences_are_seen(int8: bool, other: dict[str, float], tmp_path: Path) -> None:
+    same = {"residual_multiplier": 1.0, "attention_multiplier": 8**-0.5, "logits_scaling": 1.0}
+    assert prepared(make(tmp_path / "same", "granite", **same), int8=int8)[1] is not None
+    found = prepared(make(tmp_path / "other", "granite", **(same | other)), int8=int8)[1]
+    assert (found is None) == ("attention_multiplier" not in other), "a layer's own scale is asked for in its call"
+
+
+def test_a_model_of_strange_parts_runs_by_itself(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_language_model(ModelSpec(str(model_folder("llama"))))
+    calls = probe(loaded).calls
+    pack_linears(loaded, Settings())
+    strange: dict[str, int] = {}
+    loaded.model.model.rotary_emb.forward = lambda x, position_ids: strange["cos"]
+    with caplog.at_level("DEBUG", "daskinfer.engines.lm.decoder"):
+        assert decoder_of(loaded, calls) is None
+    assert "LlamaForCausalLM runs by its own forward pass: KeyError" in caplog.text
+
+
 def test_weights_that_are_not_packed_do_not(model_folder: Folder) -> None:
     assert prepared(model_folder("llama"), pack_weights=False)[1] is None
