@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from distributed import Scheduler
@@ -125,13 +125,13 @@ class Watch:
 
     # ---------------------------------------------------------------- looking
 
-    def look(self, scheduler: Scheduler, ready: dict[str, set[str]], now: float) -> None:
+    def look(self, scheduler: Scheduler, ready: Mapping[str, Collection[str]], now: float) -> None:
         """Take a look at every leased model for which one is due; evict, and place again, what needs it.
 
         Parameters
         ----------
         scheduler : Scheduler
-        ready : dict of str to set of str
+        ready : mapping of str to collection of str
             Addresses of the workers that have loaded each model.
         now : float
             Seconds on the monotonic clock.
@@ -143,7 +143,7 @@ class Watch:
         for key, detector in list(self._detectors.values()):
             if not detector.due(now):
                 continue
-            self._place(scheduler, key, ready.get(key, set()), now)
+            self._place(scheduler, key, ready.get(key, ()), now)
             seen = list(self._sightings(scheduler, key, now))
             for found in detector.look(seen, heartbeat_s(scheduler), _ttl_s(scheduler)):
                 if found.do is Do.RELEASE:
@@ -184,7 +184,7 @@ class Watch:
         self._stranded.pop(at, None)
         return 0.0
 
-    def _place(self, scheduler: Scheduler, key: str, ready: set[str], now: float) -> None:
+    def _place(self, scheduler: Scheduler, key: str, ready: Collection[str], now: float) -> None:
         """Offer batches that are placed nowhere to the workers again, and note since when that has not helped."""
         able = [w for address in ready if (w := scheduler.workers.get(address)) and w.status.name == "running"]
         if able and self._nowhere(scheduler, key):

@@ -98,7 +98,9 @@ class DaskinferScheduler(SchedulerPlugin):
         self.watch = Watch()
         self._scheduler: Scheduler | None = None
         self._first_seen: dict[str, float] = {}
-        self._ready: dict[str, set[str]] = {}
+        self._ready: dict[
+            str, dict[str, int]
+        ] = {}  # by model: workers that have loaded it, and their engines' capacity
         self._leased_since: dict[str, float] = {}
         self._redeploying: dict[str, asyncio.Task[Any]] = {}
         self._expiry: asyncio.Task[None] | None = None
@@ -140,13 +142,14 @@ class DaskinferScheduler(SchedulerPlugin):
         self._first_seen.pop(worker, None)
         self.watch.went(worker, self._names.pop(worker, worker), stimulus_id, monotonic())
         for ready in self._ready.values():
-            ready.discard(worker)
+            ready.pop(worker, None)
 
     # ---------------------------------------------------------------- RPC
 
-    async def ready(self, worker: str, key: str) -> None:
+    async def ready(self, worker: str, key: str, capacity: int) -> None:
         """Note that a worker has loaded a model, and place the tasks that waited for it.
 
+        ``capacity`` is that of its engine; the heartbeat tells it too, but later, and it decides how large batches are.
         Granting a resource does not by itself wake tasks in ``no-worker`` (dask/distributed#6677).
         """
         scheduler = self._scheduler
@@ -154,7 +157,7 @@ class DaskinferScheduler(SchedulerPlugin):
         state = scheduler.workers.get(worker)
         if state is None:  # lost between grant and call
             return
-        self._ready.setdefault(key, set()).add(worker)
+        self._ready.setdefault(key, {})[worker] = capacity
         self.watch.ready(key, state)
         recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         scheduler.transitions(recommended, stimulus_id=f"daskinfer-ready-{monotonic()}")
@@ -173,7 +176,7 @@ class DaskinferScheduler(SchedulerPlugin):
         name = f"{NAME}-{key}"
         if name in state.resources:
             state.resources[name] = scheduler.resources[name][worker] = 0
-        self._ready.get(key, set()).discard(worker)
+        self._ready.get(key, {}).pop(worker, None)
         if leaving:
             tasks: Any = {t.key: "released" for t in state.processing if name in (t.resource_restrictions or ())}
             scheduler.transitions(tasks, stimulus_id=f"daskinfer-leave-{monotonic()}")
@@ -230,7 +233,7 @@ class DaskinferScheduler(SchedulerPlugin):
         """Place tasks that wait for this model, and let idle workers take over batches that others have not begun."""
         scheduler = self._scheduler
         assert scheduler is not None
-        for worker in self._ready.get(key, set()) & set(scheduler.workers):
+        for worker in self._ready.get(key, {}).keys() & set(scheduler.workers):
             recommended = scheduler.bulk_schedule_unrunnable_after_adding_worker(scheduler.workers[worker])
             scheduler.transitions(recommended, stimulus_id=f"daskinfer-balance-{monotonic()}")
         stealing = scheduler.extensions.get("stealing")
@@ -242,9 +245,10 @@ class DaskinferScheduler(SchedulerPlugin):
     def _view(self, key: str, worker: WorkerState) -> dict[str, Any]:
         figures = dict(worker.metrics.get(METRIC, {}).get(key, {}))
         state = figures.get("state", "starting")
-        ready = worker.address in self._ready.get(key, ())
-        if state in ("loading", "new") and ready and not figures.get("error"):
-            state = "ready"  # the heartbeat is older than the ready call
+        capacity = int(figures.get("capacity", 0))
+        ready = self._ready.get(key, {}).get(worker.address)
+        if state in ("loading", "new") and ready is not None and not figures.get("error"):
+            state, capacity = "ready", ready  # the heartbeat is older than the ready call
         given_up = self.watch.given_up.get((key, worker.address), "")
         if given_up:
             state = "failed"
@@ -252,7 +256,7 @@ class DaskinferScheduler(SchedulerPlugin):
             "address": worker.address,
             "state": state,
             "slots": int(worker.resources.get(f"{NAME}-{key}", 0)),
-            "capacity": int(figures.get("capacity", 0)),
+            "capacity": capacity,
             "error": given_up or figures.get("error", ""),
             "status": worker.status.name,
             "metrics": {

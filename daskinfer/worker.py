@@ -155,7 +155,8 @@ class ModelWorker(WorkerPlugin):
             return
         worker.state.nthreads += self.slots  # it also caps how many coroutines run at once
         await worker.set_resources(**{self.name: self.slots})
-        await worker.scheduler.daskinfer_ready(worker=worker.address, key=self.spec.key)
+        capacity = host.stats.capacity
+        await worker.scheduler.daskinfer_ready(worker=worker.address, key=self.spec.key, capacity=capacity)
 
     def _state_changed(self, state: str) -> None:
         worker = self._worker

@@ -109,6 +109,14 @@ def test_a_held_stream_restores_order_in_bounded_memory(cluster: LocalCluster) -
         assert all(r.ok for r in results)
 
 
+@pytest.mark.cluster
+def test_capacity_is_known_as_soon_as_a_worker_is_ready(cluster: LocalCluster) -> None:
+    """With a capacity that only the next heartbeat tells, the first batches would have one row each."""
+    with Driver(echo_spec(capacity=32, load_s=0.3), cluster=cluster, health=QUICK) as driver:
+        driver.wait_until_ready()
+        assert {view.capacity for view in driver.workers() if view.state == "ready"} == {32}
+
+
 @pytest.mark.slow
 def test_occupancy_of_a_ragged_job_through_the_driver(cluster: LocalCluster, echo_log: Path) -> None:
     """At least 95 % of the slots are used while the job has rows waiting anywhere, counted from the engines' own steps."""

@@ -30,7 +30,7 @@ class Settings:
     max_batch_rows : int or None
         Most rows at once. None: 64 on a CPU, 256 elsewhere.
     max_batch_tokens : int or None
-        Tokens of a step. None: 512 on a CPU, 2048 elsewhere.
+        Tokens of a step. None: 1024 on a CPU, 2048 elsewhere.
     max_batch_bytes : int or None
         Memory for keys and values. None: 60 % of what is free once the model is loaded, if the rows can use so much.
     share_prefixes : bool
@@ -100,7 +100,7 @@ class Settings:
 
     def tokens(self, device: torch.device) -> int:
         """Tokens of a step."""
-        return self.max_batch_tokens or (512 if device.type == "cpu" else 2048)
+        return self.max_batch_tokens or (1024 if device.type == "cpu" else 2048)
 
     def lookup_tokens(self, device: torch.device) -> int:
         """Most tokens guessed per row and step."""
