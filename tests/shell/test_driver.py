@@ -109,7 +109,6 @@ def test_a_held_stream_restores_order_in_bounded_memory(cluster: LocalCluster) -
         assert all(r.ok for r in results)
 
 
-@pytest.mark.cluster
 def test_capacity_is_known_as_soon_as_a_worker_is_ready(cluster: LocalCluster) -> None:
     """With a capacity that only the next heartbeat tells, the first batches would have one row each."""
     with Driver(echo_spec(capacity=32, load_s=0.3), cluster=cluster, health=QUICK) as driver:
