@@ -1,7 +1,7 @@
 """Rows out of several parts, in order, a piece of them at a time, so that publishing a chunk takes little memory.
 
 A part's row group is read when the first of its rows is wanted, and kept for the next piece, which usually begins in it.
-When what is kept grows too large, since many parts have rows everywhere in the chunk, it is read again.
+When what is kept grows too large, since many parts have rows everywhere in the chunk, it is let go and read again.
 
 Runs on: client.
 """
@@ -87,7 +87,7 @@ class PartFile:
         if high == self._bounds[-1]:
             self.release()
         elif tables:
-            self._kept, self.kept_bytes = (stop - 1, tables[-1]), row_bytes(tables[-1])
+            self._kept, self.kept_bytes = (stop - 1, tables[-1]), tables[-1].nbytes
         whole = pa.concat_tables([self._schema.empty_table(), *tables])
         return whole.slice(low - int(self._bounds[first]), high - low)
 
@@ -131,6 +131,7 @@ class Loaded:
         fresh: tuple[Any, pa.Table] | None = None,
     ) -> None:
         self._files, self._schema = files, schema
+        self._kept = 0  # bytes, of all files
         self._fresh = schema.empty_table() if fresh is None else fresh[1]
         ids, places = [], []
         for file in files:
@@ -161,9 +162,6 @@ class Loaded:
         stop = len(self.ids) if stop is None else stop
         for low in range(start, stop, self._rows):
             yield self._piece(low, min(low + self._rows, stop))
-            if sum(file.kept_bytes for file in self._files) > _MOST_KEPT:
-                for file in self._files:
-                    file.release()
 
     def table(self) -> pa.Table:
         """Return all rows."""
@@ -189,8 +187,17 @@ class Loaded:
         return (table if in_order else table.take(pa.array(order))).unify_dictionaries()
 
     def _of(self, source: int, begin: int, end: int) -> pa.Table:
-        return (
-            self._fresh.slice(begin, end - begin)
-            if source == len(self._files)
-            else self._files[source].rows(begin, end)
-        )
+        if source == len(self._files):
+            return self._fresh.slice(begin, end - begin)
+        file = self._files[source]
+        self._kept -= file.kept_bytes
+        rows = file.rows(begin, end)
+        self._kept += file.kept_bytes
+        if self._kept > _MOST_KEPT:
+            for each in self._files:
+                each.release()
+            self._kept = 0
+            rows = rows.take(
+                pa.array(np.arange(rows.num_rows))
+            )  # a copy: a slice would hold on to all of its row group
+        return rows

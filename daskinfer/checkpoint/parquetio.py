@@ -157,7 +157,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
     Raises
     ------
-    OSError, pyarrow.ArrowException
+    OSError, ValueError, pyarrow.ArrowException
         It is damaged, see :func:`is_damage`, or the system cannot read it.
     """
     with open_table(path) as file:
@@ -177,8 +177,10 @@ def bytes_said(about: Any) -> int:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Tell whether an error in reading is the file's: the system's own errors, which have a number, say nothing of it."""
-    return isinstance(error, pa.ArrowInvalid) or (isinstance(error, OSError) and error.errno is None)
+    """Tell whether an error in reading is the file's: those of the system, which have a number, say nothing of it."""
+    if isinstance(error, MemoryError | pa.ArrowCancelled):
+        return False
+    return isinstance(error, pa.ArrowException | ValueError) or (isinstance(error, OSError) and error.errno is None)
 
 
 def rows_of(path: Path) -> Intervals:

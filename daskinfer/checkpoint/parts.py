@@ -197,7 +197,7 @@ class Parts:
                 f"{part.path} is gone; was something removed from {self._layout.parts}? Run again with resume=True "
                 f"(--resume): its {part.count} rows will be redone"
             ) from error
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             if not is_damage(error):
                 raise
             with suppress(OSError):
@@ -235,7 +235,7 @@ def _runs_inside(path: str) -> Any:
     """Return the runs of ids in a part whose footer does not say, as in those of earlier versions; None if it is torn."""
     try:
         return runs_of(read_table(Path(path), [_ID.name]).column(0).to_numpy())
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         if not is_damage(error):
             raise
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from daskinfer.checkpoint.layout import EMPTY_DATA, data_span
 from daskinfer.checkpoint.lock import UNDELETED, Owner, is_stale, parse_owner, this_process
 from daskinfer.checkpoint.policy import CheckpointPolicy
 from daskinfer.errors import OutputError, OutputExistsError, OutputLockedError, describe
+from daskinfer.folders import cache_folder
 from daskinfer.storage.base import Source
 from daskinfer.storage.files import kind_of, without_secrets
 
@@ -330,10 +330,8 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _double(url: str) -> Path:
-    given = os.environ.get("DASKINFER_CACHE")
-    cache = Path(given).expanduser() if given else Path.home() / ".cache" / "daskinfer"
     name = url.rstrip("/").rsplit("/", 1)[-1]
-    return cache / "outputs" / f"{name}-{sha256(url.encode()).hexdigest()[:16]}"
+    return cache_folder() / "outputs" / f"{name}-{sha256(url.encode()).hexdigest()[:16]}"
 
 
 def _mirrored(name: str) -> bool:

@@ -28,7 +28,7 @@ from daskinfer.records import Completed, EngineStats, Failed, FailureKind, Reque
 if TYPE_CHECKING:
     from daskinfer.config import ModelSpec
 
-__all__ = ["BatchEngine", "Engine", "failed_with", "translate"]
+__all__ = ["BatchEngine", "Budget", "Engine", "failed_with", "translate"]
 
 
 @runtime_checkable
@@ -99,8 +99,8 @@ def failed_with(row: int, error: BaseException) -> Failed:
 
 
 @dataclass(slots=True)
-class _Budget:
-    """How large a call with rows of one length class may be since memory ran out there.
+class Budget:
+    """How large a call may be since memory ran out: of rows of one length class, or a step of an engine that never drains.
 
     It grows back by a sixteenth with each call that made use of it, but past what did not fit only after ``patience`` such
     calls, and that doubles whenever growing went wrong: in n calls memory runs out about log2(n) times, not again and again.
@@ -159,7 +159,7 @@ class BatchEngine(ABC):
         self.size = int(spec.options.get("max_batch_size", self.max_batch_size))
         self._waiting: dict[int, tuple[int, Request]] = {}
         self._refused: list[Result] = []
-        self._budgets: dict[int, _Budget] = {}
+        self._budgets: dict[int, Budget] = {}
         self._too_large: set[int] = set()
         self._counts: dict[str, int] = dict.fromkeys(
             (
@@ -298,7 +298,7 @@ class BatchEngine(ABC):
             self.release_memory()
             if len(requests) > 1:
                 size = float(len(requests) * longest)
-                self._budgets.setdefault(longest.bit_length(), _Budget(size, size)).shrink(size)
+                self._budgets.setdefault(longest.bit_length(), Budget(size, size)).shrink(size)
                 return []  # they stay in the waiting list and are chosen again under the smaller budget
             if requests[0].id not in self._too_large:
                 self._too_large.add(requests[0].id)

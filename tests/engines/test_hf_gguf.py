@@ -19,9 +19,10 @@ from daskinfer.config import ModelSpec
 from daskinfer.engines.hf import cache as cache_module
 from daskinfer.engines.hf import find, load_language_model, quiet
 from daskinfer.engines.hf import gguf as module
-from daskinfer.engines.hf.cache import cache_folder, locked, made_once
+from daskinfer.engines.hf.cache import locked, made_once
 from daskinfer.engines.transformers import TransformersEngine
 from daskinfer.errors import ConfigError
+from daskinfer.folders import cache_folder
 from daskinfer.records import Completed, Request, SamplingParams
 from tests.engines import tiny
 from tests.engines.conformance import drain

@@ -6,19 +6,12 @@ Runs on: worker.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["cache_folder", "locked", "made_once"]
-
-
-def cache_folder() -> Path:
-    """Return the folder for converted models: ``$DASKINFER_CACHE``, or ``~/.cache/daskinfer``."""
-    given = os.environ.get("DASKINFER_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "daskinfer"
+__all__ = ["locked", "made_once"]
 
 
 @contextmanager

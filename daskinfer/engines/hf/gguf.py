@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from daskinfer.engines.hf.cache import cache_folder, made_once
+from daskinfer.engines.hf.cache import made_once
 from daskinfer.errors import ConfigError, describe
+from daskinfer.folders import cache_folder
 
 __all__ = ["converted"]
 

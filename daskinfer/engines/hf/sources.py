@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from daskinfer.config import ModelSpec
-from daskinfer.engines.hf.cache import cache_folder, locked
+from daskinfer.engines.hf.cache import locked
 from daskinfer.engines.hf.gguf import converted
 from daskinfer.errors import ConfigError, UntrustedModelError, describe
+from daskinfer.folders import cache_folder
 
 __all__ = ["find", "has_safetensors"]
 

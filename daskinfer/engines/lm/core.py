@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from daskinfer.engines.base import translate
+from daskinfer.engines.base import Budget, translate
 from daskinfer.engines.hf import Answer, LanguageModel, release_device_memory
 from daskinfer.engines.hf.answers import NOT_A_NUMBER
 from daskinfer.engines.lm.attention import Runner, install
@@ -75,6 +75,8 @@ class Core:
             longest_first=settings.longest_first,
             prefixes=Prefixes() if settings.share_prefixes else None,
         )
+        self._full = self.scheduler.budget, self.slots
+        self._less: tuple[Budget, Budget] | None = None  # tokens and rows of a step, since memory ran out
         self._answers: dict[int, Answer] = {}
         self.counts = dict.fromkeys(
             (
@@ -137,6 +139,7 @@ class Core:
             self._shrink(known)
             return []
         self._count(chunks)
+        self._grow(chunks)
         return self._take(plan.rows, tokens)
 
     # ---------------------------------------------------------------- how
@@ -175,10 +178,10 @@ class Core:
             row = rows[at]
             found = tokens[at : at + 1 + len(row.guess)]
             at += len(found)
-            taken = row.verified(found)
-            self.counts["guessed_right"] += len(taken) - 1
-            self.counts["decode_tokens"] += len(taken) - 1
-            if self._ends(row, taken):
+            taken = self._push(row, row.verified(found))
+            self.counts["guessed_right"] += taken - 1
+            self.counts["decode_tokens"] += taken - 1
+            if self._answers[row.id].finished:
                 self.scheduler.finish(row)
                 finished.append(self._answers.pop(row.id))
             elif NOT_A_NUMBER in found:  # behind a wrong guess: the row has nothing to do with it
@@ -187,16 +190,16 @@ class Core:
                 self.scheduler.send_back(row)
         return finished
 
-    def _ends(self, row: Row, tokens: Sequence[int]) -> bool:
-        """Add tokens to a row's answer, up to one that finishes it; return whether there was one."""
+    def _push(self, row: Row, tokens: Sequence[int]) -> int:
+        """Add tokens to a row's answer, up to one that finishes it; return how many those were."""
         answer = self._answers[row.id]
-        for token in tokens:
+        for count, token in enumerate(tokens, 1):
             row.push(token)
             if token == NOT_A_NUMBER:
                 self._blank(row)
             if answer.push(token):
-                return True
-        return False
+                return count
+        return len(tokens)
 
     def _blank(self, row: Row) -> None:
         place = self.layout.places[row]
@@ -208,13 +211,32 @@ class Core:
         scheduler = self.scheduler
         if scheduler.budget <= 1 and scheduler.slots <= 1:
             raise EngineDiedError(f"no memory for a step of a single token: {error}")
-        scheduler.budget, scheduler.slots = max(scheduler.budget // 2, 1), max(scheduler.slots // 2, 1)
-        self.slots = scheduler.slots
+        if self._less is None:
+            self._less = Budget(scheduler.budget, scheduler.budget), Budget(scheduler.slots, scheduler.slots)
+        tokens, rows = self._less
+        tokens.shrink(scheduler.budget)
+        rows.shrink(scheduler.slots)
+        self._limit(tokens, rows)
         scheduler.reset()
         scheduler.take_dropped()
         self.layout.clear()
         self._cache.free()
         release_device_memory(self.device)
+
+    def _grow(self, chunks: Sequence[Chunk]) -> None:
+        """After a step that went well, allow a little more of what memory ran out for."""
+        if self._less is not None:
+            tokens, rows = self._less
+            tokens.grow(sum(chunk.stop - chunk.start for chunk in chunks))
+            rows.grow(len(self.scheduler.running))
+            self._limit(tokens, rows)
+
+    def _limit(self, tokens: Budget, rows: Budget) -> None:
+        most_tokens, most_rows = self._full
+        self.scheduler.budget = min(max(int(tokens.size), 1), most_tokens)
+        self.scheduler.slots = self.slots = min(max(int(rows.size), 1), most_rows)
+        if (self.scheduler.budget, self.slots) == self._full:
+            self._less = None
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
         counts, rows = self.counts, len(self.scheduler.running)

@@ -126,7 +126,8 @@ class LMEngine:
 
         ``extra`` holds tokens of prompts and of answers computed, whether the model's layers are run by this engine's own
         forward pass, tokens guessed and how many of them were right, the cache's size and use in tokens, prompts and tokens
-        that were served from shared prefixes, rows sent back for lack of memory and their tokens computed again.
+        that were served from shared prefixes, rows sent back (for lack of memory, or since scores behind a wrong guess were
+        no numbers) and their tokens computed again.
         """
         if self._other is not None:
             stats = self._other.stats()

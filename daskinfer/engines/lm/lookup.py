@@ -2,8 +2,8 @@
 
 When few rows run, a step costs hardly more for a few tokens per row than for one, since the weights have to be read once
 either way. So the tokens that followed the last time the row's latest three stood there are computed along with its next
-one. The model's own scores decide how many of them were right; the answer is the same with and without guessing. The method
-is that of A. Saxena (2023, "prompt lookup decoding"); transformers has it as ``prompt_lookup_num_tokens``.
+one. The model's own scores decide how many of them were right; the answer is the same but for float rounding. The method is
+that of A. Saxena (2023, "prompt lookup decoding"); transformers has it as ``prompt_lookup_num_tokens``.
 
 Pure; no tensors. Runs on: worker.
 """
@@ -16,6 +16,7 @@ __all__ = ["Lookup"]
 
 _LATEST = 3  # tokens that must have stood there before
 _REST = 8  # steps without a guess after one that was all wrong
+_READ = 1 << 14  # tokens of a prompt, its last ones, that are looked through: some 150 bytes each
 
 
 class Lookup:
@@ -31,7 +32,8 @@ class Lookup:
         self._most = most
         self._length = min(2, most)  # of the next guess: as long as the last one went well
         self._rest = 0
-        self._tokens: list[int] = []
+        self._seen = 0  # tokens of prompt and answer
+        self._tokens: list[int] = []  # those of them that are looked through
         self._after: dict[
             tuple[int, ...], int
         ] = {}  # tokens in a row, and where what followed them the last time stands
@@ -65,6 +67,9 @@ class Lookup:
     def _read(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Note where the tokens that are new since the last time stand."""
         begin = len(self._tokens)
-        self._tokens += [*prompt, *answer][begin:] if begin < len(prompt) else answer[begin - len(prompt) :]
+        if not self._seen:
+            self._tokens, self._seen = list(prompt[-_READ:]), len(prompt)
+        self._tokens += answer[self._seen - len(prompt) :]
+        self._seen = len(prompt) + len(answer)
         for end in range(max(begin, _LATEST), len(self._tokens)):
             self._after[tuple(self._tokens[end - _LATEST : end])] = end

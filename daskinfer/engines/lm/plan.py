@@ -1,7 +1,8 @@
 """From the chunks of a step to what the attention layers need: which tokens lie where, and what each may see.
 
 The tokens of all chunks lie one behind the other, without padding: first those of rows that go on by one token, in the
-order of their slots, then the pieces of prompts. Everything here is worked out once per step and used by every layer.
+order of their slots, then the pieces of prompts, and tokens with guesses behind them. Everything here is worked out once
+per step and used by every layer.
 
 Runs on: worker.
 """

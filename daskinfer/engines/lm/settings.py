@@ -18,6 +18,7 @@ from daskinfer.errors import ConfigError, UnknownOptionError
 __all__ = ["Settings", "free_memory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MOST_GUESSED = 15  # tokens: a step in which any are guessed has 16
 _SHARE = 0.6  # of the memory that is free once the model is loaded
 
 
@@ -38,9 +39,9 @@ class Settings:
     longest_first : bool
         Let in waiting rows with the largest ``max_new_tokens`` first, so that few long ones are left at the end.
     prompt_lookup_num_tokens : int or None
-        In small steps compute up to so many tokens of a row along that are guessed from its prompt and answer; those the
-        model agrees with are kept, so answers do not change. Rows that take the best token only. 0: none. None: 7 on a CPU,
-        0 elsewhere.
+        In small steps compute up to so many tokens of a row along, at most 15, that are guessed from its prompt and answer;
+        those the model agrees with are kept, so answers change by float rounding only. Rows that take the best token only.
+        0: none. None: 7 on a CPU, 0 elsewhere.
     pack_weights : bool
         On a CPU in float32: lay the weights out once for the batches of decoding.
     int8 : bool
@@ -75,9 +76,9 @@ class Settings:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"engine_options: {name}={value!r} must be a whole number of at least 1")
         guessed = self.prompt_lookup_num_tokens
-        if guessed is not None and (not isinstance(guessed, int) or isinstance(guessed, bool) or guessed < 0):
+        if guessed is not None and (type(guessed) is not int or not 0 <= guessed <= _MOST_GUESSED):
             raise ConfigError(
-                f"engine_options: prompt_lookup_num_tokens={guessed!r} must be a whole number of at least 0"
+                f"engine_options: prompt_lookup_num_tokens={guessed!r} must be a whole number from 0 to {_MOST_GUESSED}"
             )
         if self.slot_tokens % 2:
             raise ConfigError(f"engine_options: slot_tokens={self.slot_tokens!r} must be even")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,13 +260,47 @@ def test_out_of_memory_in_a_step_makes_it_go_on_with_less(
     rows = [Request(i, ids, SamplingParams(max_new_tokens=7)) for i, ids in prompts().items()]
     found = outputs(drain(engine, [rows]))
     assert found == {r.id: text(greedy(model, r.input, 7)) for r in rows}
-    assert engine.stats().extra["out_of_memory"] == 2
-    assert engine.stats().capacity == 16
+    assert 2 <= engine.stats().extra["out_of_memory"] <= 4
+    assert engine.stats().capacity < 64
 
     monkeypatch.setattr(core, "_run", lambda plan: (_ for _ in ()).throw(MemoryError("none at all")))
     engine.add(rows)
     with pytest.raises(EngineDiedError, match="no memory for a step of a single token"):
         drain(engine)
+
+
+def test_after_running_out_of_memory_it_grows_back_and_does_not_run_out_over_and_over(
+    model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(model_folder("llama"), max_batch_tokens=64, max_batch_rows=16, share_prefixes=False)
+    core = engine._core
+    assert core is not None
+    run, most, steps = core._run, 30, 0
+
+    def short_of_memory(plan: Any) -> list[int]:
+        nonlocal steps
+        steps += 1
+        if plan.ids.shape[1] > most:
+            raise MemoryError("no memory")
+        return run(plan)
+
+    monkeypatch.setattr(core, "_run", short_of_memory)
+    ids = tiny.words(5)
+    rows = [Request(i, ids, SamplingParams(max_new_tokens=3, ignore_eos=True)) for i in range(400)]
+    assert all(result.ok for result in drain(engine, [rows]).values())
+    ran_out = engine.stats().extra["out_of_memory"]
+    assert steps > 100
+    assert ran_out <= 8
+    most = 1_000
+    assert all(result.ok for result in drain(engine, [rows, rows_from(rows, 400), rows_from(rows, 800)]).values())
+    assert engine.stats().extra["out_of_memory"] == ran_out
+    assert engine.stats().capacity == 16
+    assert core.scheduler.budget == 64
+
+
+def rows_from(rows: list[Request], first: int) -> list[Request]:
+    """Return the rows under other numbers."""
+    return [replace(row, id=row.id + first) for row in rows]
 
 
 def test_out_of_memory_while_a_pool_grows_loses_no_row(model_folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +354,8 @@ def test_occupancy_and_counts(model_folder: Folders) -> None:
     ("options", "message"),
     [
         ({"max_batch_rows": 0}, "max_batch_rows=0"),
+        ({"prompt_lookup_num_tokens": 16}, "prompt_lookup_num_tokens=16 must be a whole number from 0 to 15"),
+        ({"prompt_lookup_num_tokens": True}, "prompt_lookup_num_tokens=True"),
         ({"max_batch_tokens": "many"}, "max_batch_tokens='many'"),
         ({"slot_tokens": 7}, "slot_tokens=7"),
         ({"int8": 1}, "int8=1"),

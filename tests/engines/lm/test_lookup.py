@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,13 @@ def test_guesses_are_as_long_as_they_were_right() -> None:
     assert len(lookup.guess(text, [], 9)) == 3
     lookup.learn(3, 0)
     assert [len(lookup.guess(text, [], 9)) for _ in range(9)] == [0] * 8 + [1]
+
+
+def test_only_the_end_of_a_long_prompt_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daskinfer.engines.lm.lookup._READ", 6)
+    prompt = [1, 2, 3, 4, *range(10, 20), 7, 8, 9, 5, 1, 6]
+    assert Lookup(2).guess(prompt, [1, 2, 3], 2) == []
+    assert Lookup(2).guess(prompt, [7, 8, 9], 2) == [5, 1]
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 40), st.integers(1, 9), st.integers(0, 9))
