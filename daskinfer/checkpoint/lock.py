@@ -85,12 +85,7 @@ class Lock:
                 if other.token not in UNDELETED and not is_stale(other, age, stale_s, self._me):
                     raise OutputLockedError(str(target), str(other), max(age, 0.0))
                 logger.warning("%s: taking over from %s, which is gone", target, other)
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps(asdict(self._me)).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            os.utime(path, (now, now))
+            self._sign(file, now)
 
     def beat(self, now: float) -> None:
         """Show that this driver lives; cheap when called often.
@@ -102,12 +97,34 @@ class Lock:
         """
         if 0 <= now - self._beaten < self._beat_s:
             return
-        with suppress(FileNotFoundError):
-            other = parse_owner(self._path.read_bytes())
-            if other is not None and other.token != self._me.token:
-                raise OutputLockedError(str(self._target), str(other), max(now - self._path.stat().st_mtime, 0.0))
+        try:
+            self._check(parse_owner(self._path.read_bytes()), now)
             os.utime(self._path, (now, now))
+        except FileNotFoundError:
+            self._take_again(now)
         self._beaten = now
+
+    def _take_again(self, now: float) -> None:
+        """Make the lock file anew that somebody removed, unless another driver was quicker."""
+        with (
+            suppress(FileNotFoundError),
+            _guarded(self._path) as file,
+        ):  # the whole folder may be gone: writing will tell
+            self._check(_read(file), now)
+            logger.warning("%s: the lock %s was removed; taking it again", self._target, self._path)
+            self._sign(file, now)
+
+    def _check(self, owner: Owner | None, now: float) -> None:
+        if owner is not None and owner.token != self._me.token:
+            raise OutputLockedError(str(self._target), str(owner), max(now - self._path.stat().st_mtime, 0.0))
+
+    def _sign(self, file: IO[bytes], now: float) -> None:
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(asdict(self._me)).encode())
+        file.flush()
+        os.fsync(file.fileno())
+        os.utime(self._path, (now, now))
 
     def is_ours(self) -> bool:
         """Tell whether this driver still holds the lock."""

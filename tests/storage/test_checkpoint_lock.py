@@ -53,6 +53,24 @@ def test_a_lock_that_was_given_back_is_free(path: Path) -> None:
     second.release()
 
 
+def test_a_lock_that_somebody_removed_is_taken_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = lock(path, 0.0)
+    path.unlink()
+    first.beat(5.0)
+    assert not path.exists(), "it is not looked at more often than beats are due"
+    first.beat(20.0)
+    assert "the lock" in caplog.text
+    with pytest.raises(OutputLockedError):
+        lock(path, 21.0)
+    path.unlink()
+    second = lock(path, 22.0)
+    with pytest.raises(OutputLockedError, match="out is being written by"):
+        first.beat(40.0)
+    second.release()
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    first.beat(60.0)
+
+
 def test_a_lock_that_could_not_be_deleted_keeps_nobody_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
