@@ -178,16 +178,17 @@ class Core:
             row = rows[at]
             found = tokens[at : at + 1 + len(row.guess)]
             at += len(found)
+            if row.guess and NOT_A_NUMBER in found:  # maybe a wrong guess is at fault: once more, without
+                row.lookup = None
+                self._blank(row)
+                self.scheduler.send_back(row)
+                continue
             taken = self._push(row, row.verified(found))
             self.counts["guessed_right"] += taken - 1
             self.counts["decode_tokens"] += taken - 1
             if self._answers[row.id].finished:
                 self.scheduler.finish(row)
                 finished.append(self._answers.pop(row.id))
-            elif NOT_A_NUMBER in found:  # behind a wrong guess: the row has nothing to do with it
-                row.lookup = None
-                self._blank(row)
-                self.scheduler.send_back(row)
         return finished
 
     def _push(self, row: Row, tokens: Sequence[int]) -> int:
@@ -235,8 +236,6 @@ class Core:
         most_tokens, most_rows = self._full
         self.scheduler.budget = min(max(int(tokens.size), 1), most_tokens)
         self.scheduler.slots = self.slots = min(max(int(rows.size), 1), most_rows)
-        if (self.scheduler.budget, self.slots) == self._full:
-            self._less = None
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
         counts, rows = self.counts, len(self.scheduler.running)

@@ -117,7 +117,6 @@ class Scheduler:
     def reset(self) -> None:
         """Send all running rows back to waiting and forget what is shared: the step that was scheduled did not run."""
         for row in list(self.running):
-            row.computed = 0
             self._preempt(row)
         if self.prefixes is not None:
             for segment in self.prefixes.segments:

@@ -298,6 +298,30 @@ def test_after_running_out_of_memory_it_grows_back_and_does_not_run_out_over_and
     assert core.scheduler.budget == 64
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_long_prompt_is_read_though_full_steps_never_fit(
+    rows: int, model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time that memory runs out what was read is lost; so it has to run out ever more seldom."""
+    engine = load(model_folder("llama"), max_batch_tokens=4, max_batch_rows=rows)
+    core = engine._core
+    assert core is not None
+    run = core._run
+
+    def short_of_memory(plan: Any) -> list[int]:
+        if plan.ids.shape[1] >= 4:
+            raise MemoryError("no memory")
+        return run(plan)
+
+    monkeypatch.setattr(core, "_run", short_of_memory)
+    ids = [5 + i % 20 for i in range(tiny.CONTEXT - 10)]
+    requests = [Request(i, ids, SamplingParams(max_new_tokens=2, ignore_eos=True)) for i in range(rows)]
+    assert all(result.ok for result in drain(engine, [requests]).values())
+    extra = engine.stats().extra
+    assert 1 < extra["out_of_memory"] < 12
+    assert extra["recomputed_tokens"] > 0
+
+
 def rows_from(rows: list[Request], first: int) -> list[Request]:
     """Return the rows under other numbers."""
     return [replace(row, id=row.id + first) for row in rows]

@@ -116,6 +116,24 @@ def test_scores_of_a_wrong_guess_that_are_no_numbers_do_no_harm(
     assert engine.stats().extra["preemptions"] == 1
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_guessed_token_whose_keys_are_no_numbers_does_no_harm(
+    bad: float, model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    rows = [Request(0, [5, 6, 7] * 6, params), Request(1, [6, 5, 4] * 3, params)]
+    expected = drain(load(model_folder("llama")), [rows])
+    engine = load(model_folder("llama"))
+    assert engine._loaded is not None
+    used = {token for row in rows for token in (*row.input, *greedy(own_model(model_folder("llama")), row.input, 12))}
+    unused = min(set(range(5, len(tiny.VOCAB))) - used)
+    with torch.no_grad():
+        engine._loaded.model.get_input_embeddings().weight[unused] = bad
+    monkeypatch.setattr(Lookup, "guess", lambda self, prompt, answer, room: [unused][: min(room, 1)])
+    assert drain(engine, [rows]) == expected
+    assert engine.stats().extra["preemptions"] == 2
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
 def test_sampled_tokens_do_not_depend_on_the_schedule(kind: str, model_folder: Folders) -> None:
     params = [
