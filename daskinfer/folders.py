@@ -1,6 +1,6 @@
 """Where files of our own are kept.
 
-Runs on: client | worker.
+Runs on: anywhere.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ either way. So the tokens that followed the last time the row's latest three sto
 one. The model's own scores decide how many of them were right; the answer is the same but for float rounding. The method is
 that of A. Saxena (2023, "prompt lookup decoding"); transformers has it as ``prompt_lookup_num_tokens``.
 
-Pure; no tensors. Runs on: worker.
+Pure; no tensors.
+
+Runs on: worker.
 """
 
 from __future__ import annotations
