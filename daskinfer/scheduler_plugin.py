@@ -247,7 +247,7 @@ class DaskinferScheduler(SchedulerPlugin):
         state = figures.get("state", "starting")
         capacity = int(figures.get("capacity", 0))
         ready = self._ready.get(key, {}).get(worker.address)
-        if state in ("starting", "loading", "new") and ready is not None and not figures.get("error"):
+        if state in ("loading", "new") and ready is not None and not figures.get("error"):
             state, capacity = "ready", ready  # the heartbeat is older than the ready call
             figures |= {"state": state, "capacity": capacity}
         given_up = self.watch.given_up.get((key, worker.address), "")
