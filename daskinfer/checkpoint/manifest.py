@@ -154,11 +154,10 @@ class Manifest:
         new = {"keep": list(keep), "output column": output[0], "output type": output[1]}
         found = list(differences(old, new))
         if not found and not self.schema.equals(schema):
-            found = [
-                f"column {a.name!r}: {a.type} → {b.type}"
-                for a, b in zip(self.schema, schema, strict=True)
-                if not a.equals(b)
-            ]
+            types = [{field.name: str(field.type) for field in fields} for fields in (self.schema, schema)]
+            pairs = {name: [kinds.get(name, "none") for kinds in types] for name in types[0] | types[1]}
+            found = [f"column {name!r}: {a} → {b}" for name, (a, b) in pairs.items() if a != b]
+            found = found or ["the columns have another order, or other properties"]
         if found:
             listed = "\n  ".join(found)
             raise OutputError(

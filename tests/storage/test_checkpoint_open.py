@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -25,6 +26,7 @@ from daskinfer.errors import (
 )
 from daskinfer.storage import open_source
 from daskinfer.storage.base import FILE_ROWS
+from daskinfer.storage.outputs import OutputColumns
 from tests.storage.harness import FaultyOps, Run, leftovers, opened, rows_of
 
 RESUME: dict[str, Any] = {"resume": True}
@@ -295,6 +297,24 @@ def test_other_columns_cannot_be_mixed_even_by_force(job: Path, tmp_path: Path) 
     ):
         with pytest.raises(OutputError, match=f"begun with other columns:\n  {diff}"):
             run(job, tmp_path / "out", resume=True, force=True, **asked)
+
+
+def test_an_output_of_a_version_with_other_columns_is_refused_clearly(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, arrays = vars(OutputColumns)["fields"].func, OutputColumns.arrays
+
+    def older(self: OutputColumns) -> list[pa.Field]:
+        return [field for field in real(self) if field.name != "truncated_tokens"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputColumns, "fields", property(older))
+        patched.setattr(
+            OutputColumns, "arrays", lambda self, results: arrays(self, results)[:-2] + arrays(self, results)[-1:]
+        )
+        run(job, tmp_path / "out", stop_after=15)
+    with pytest.raises(OutputError, match=r"begun with other columns:\n  column 'truncated_tokens': none → int64\n"):
+        run(job, tmp_path / "out", resume=True)
 
 
 def test_changed_input_is_refused(job: Path, tmp_path: Path) -> None:
