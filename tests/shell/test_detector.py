@@ -123,7 +123,7 @@ def test_batches_that_a_paused_worker_does_not_begin_run_elsewhere_and_it_is_not
         driver.client.run(lambda dask_worker: setattr(dask_worker.state, "nthreads", 1), workers=[stranded])
         held = driver.client.scatter("of others", workers=[stranded], hash=False)
         job = driver.submit(f"row {i}" for i in range(24))
-        wait_until(lambda: any(view.metrics["batches"] for view in driver.workers()))
+        wait_until(lambda: any(view.metrics.get("batches") for view in driver.workers()))
         driver.client.run(by_value(pause), workers=[stranded])
         results = job.result(90)
         conservation(range(24), results)
