@@ -88,7 +88,9 @@ def test_a_killed_driver_disturbs_nobody_and_its_model_is_unloaded(
         assert all(r.ok for r in results)
         wait_until(lambda: plugins(driver.client) == {spec.resource}, 30, "the killed driver's model is still there")
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in engines), 30, "its memory was not released")
-        wait_until(lambda: all(v.metrics.get("batches") == 0 for v in driver.workers()), 10, "its batches were not aborted")
+        wait_until(
+            lambda: all(v.metrics.get("batches") == 0 for v in driver.workers()), 10, "its batches were not aborted"
+        )
         assert driver.generate(["still here"])[0].ok
     assert len(loads(shared)) == 2  # one per worker, for two drivers
     assert len(loads(own)) == 2
