@@ -98,9 +98,8 @@ class DaskinferScheduler(SchedulerPlugin):
         self.watch = Watch()
         self._scheduler: Scheduler | None = None
         self._first_seen: dict[str, float] = {}
-        self._ready: dict[
-            str, dict[str, int]
-        ] = {}  # by model: workers that have loaded it, and their engines' capacity
+        # by model: workers that have loaded it, and their engines' capacity
+        self._ready: dict[str, dict[str, int]] = {}
         self._leased_since: dict[str, float] = {}
         self._redeploying: dict[str, asyncio.Task[Any]] = {}
         self._expiry: asyncio.Task[None] | None = None

@@ -197,7 +197,6 @@ class Loaded:
             for each in self._files:
                 each.release()
             self._kept = 0
-            rows = rows.take(
-                pa.array(np.arange(rows.num_rows))
-            )  # a copy: a slice would hold on to all of its row group
+            # a copy: a slice would hold on to all of its row group
+            rows = rows.take(pa.array(np.arange(rows.num_rows)))
         return rows

@@ -106,10 +106,8 @@ class Lock:
 
     def _take_again(self, now: float) -> None:
         """Make the lock file anew that somebody removed, unless another driver was quicker."""
-        with (
-            suppress(FileNotFoundError),
-            _guarded(self._path) as file,
-        ):  # the whole folder may be gone: writing will tell
+        # the whole folder may be gone: writing will tell
+        with suppress(FileNotFoundError), _guarded(self._path) as file:
             self._check(_read(file), now)
             logger.warning("%s: the lock %s was removed; taking it again", self._target, self._path)
             self._sign(file, now)
