@@ -17,6 +17,7 @@ from typing import Any
 
 from daskinfer.errors import describe
 from daskinfer.report import RunReport
+from daskinfer.storage.fileops import FileOps
 from daskinfer.timeline import Span
 from daskinfer.wording import bytes_text, duration, one_line, row_name, share
 
@@ -105,9 +106,8 @@ def write(report: RunReport, *, html: bool | None = None) -> Path | None:
 
 def _put(path: Path, text: str) -> None:
     """Replace a file in one go."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-    draft.replace(path)
+    with FileOps().writing(path, path.with_name(f".{path.name}.tmp")) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 # ---------------------------------------------------------------- the page

@@ -1,5 +1,6 @@
 """The files beside an output, and the page that opens without a network."""
 
+import errno
 import json
 import re
 import sys
@@ -100,6 +101,15 @@ def test_a_report_that_cannot_be_made_is_only_logged(
     assert write(report, html=True) is None
     assert "the report could not be written" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_report_on_a_full_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert write(whole_run(str(tmp_path))) is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_reports_beside_an_output_are_no_input(tmp_path: Path) -> None:

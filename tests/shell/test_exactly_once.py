@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -91,11 +92,20 @@ def remount(disk: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
 
 
+def fill(disk: Path) -> None:
+    """Leave no room at all: somebody else's file takes what there is."""
+    with (disk / "theirs").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
 def test_c35_a_disk_that_is_really_full(cluster: LocalCluster, tmp_path: Path, disk: Path, echo_log: Path) -> None:
     source, out = write_rows(tmp_path / "in.jsonl"), disk / "out"
-    with driver_for(cluster, log=echo_log, capacity=8, step_s=0.01) as driver:
+    remount(disk, "size=32m")
+    watch = Committed(ROWS // 4, lambda: fill(disk))
+    with driver_for(cluster, log=echo_log, capacity=8, step_s=0.03) as driver:
         with pytest.raises(OutputError, match=r"No space left.*--resume"):
-            driver.run(source, out, columns="text")
+            driver.run(source, out, columns="text", observers=[watch])
         assert not (out / "_lock").exists()
         assert not list(out.rglob("*.tmp"))
         remount(disk, "size=64m")
