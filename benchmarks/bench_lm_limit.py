@@ -15,7 +15,12 @@ from daskinfer.engines.lm import LMEngine
 
 KINDS = {
     "multiplication": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "onednn::qlinear_pointwise"),
-    "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::baddbmm",
+        "aten::bmm",
+        "daskinfer::few_attention",
+    ),
     "cache": ("aten::index_copy_", "aten::copy_", "aten::fill_", "aten::zero_"),
 }
 

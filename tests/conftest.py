@@ -99,6 +99,17 @@ def require_root() -> None:
         _missing("root")
 
 
+@pytest.fixture(scope="session")
+def require_kernel() -> None:
+    """Numba can compile, and has threads."""
+    try:
+        from daskinfer.engines.lm.kernels import FewAttention
+
+        FewAttention()
+    except (ImportError, RuntimeError) as error:
+        _missing(f"Numba with OpenMP's threads (Debian's libgomp1): {error}")
+
+
 def _missing(what: str) -> NoReturn:
     """Skip on somebody's machine; fail in CI, where a skipped test would go unseen."""
     if os.environ.get("CI"):

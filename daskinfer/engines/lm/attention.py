@@ -2,7 +2,8 @@
 
 A layer first stores the keys and values of all tokens of the step. Then each group of rows attends to its slots, each piece
 of a prompt to its own, and all tokens behind a shared segment attend to that segment in one call; the parts of one token
-are put together by their log-sum-exps, which is exact.
+are put together by their log-sum-exps, which is exact. Where there is a compiled kernel, it does the first two of these for
+rows that have few tokens in the step.
 
 Runs on: worker.
 """
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
-from daskinfer.engines.lm.plan import DecodeGroup, Piece, StepPlan
+from daskinfer.engines.lm.plan import DecodeGroup, Few, Piece, StepPlan
 
 __all__ = ["NAME", "Attention", "Call", "Recorder", "Runner", "install"]
 
@@ -89,16 +90,37 @@ class Recorder:
         return out[0].transpose(0, 1)
 
 
+class FewKernel(Protocol):
+    """What runs the attention of rows that have few tokens in a step; see :mod:`daskinfer.engines.lm.kernels`."""
+
+    threads: int
+
+    def __call__(
+        self,
+        few: Few,
+        cache: KVCache,
+        call: Call,
+        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        sums: torch.Tensor | None,
+    ) -> None:
+        """Store keys and values of those rows, and write their output."""
+        ...
+
+
 class Runner:
     """Runs the attention of the step that :attr:`plan` holds.
 
     Parameters
     ----------
     cache : KVCache
+    few : FewKernel or None
+        Does what a plan has for it.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, few: FewKernel | None = None) -> None:
         self.cache = cache
+        self._few = few
         self.plan: StepPlan | None = None
 
     def attend(self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -109,6 +131,9 @@ class Runner:
         query = query.transpose(0, 1)
         out = torch.empty((tokens, heads, value.shape[2]), dtype=query.dtype, device=query.device)
         sums = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if plan.shared else None
+        if plan.few is not None and self._few is not None:
+            new = query, key.transpose(0, 1), value.transpose(0, 1)
+            self._few(plan.few, self.cache, call, new, out, sums)
         self._store(plan, call.layer, key, value)
         for group in plan.groups:
             self._decode(group, call, query, out, sums)

@@ -6,6 +6,7 @@ Runs on: worker.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from daskinfer.engines.base import Budget, translate
 from daskinfer.engines.hf import Answer, LanguageModel, release_device_memory
 from daskinfer.engines.hf.answers import NOT_A_NUMBER
-from daskinfer.engines.lm.attention import Runner, install
+from daskinfer.engines.lm.attention import FewKernel, Runner, install
 from daskinfer.engines.lm.decoder import Decoder
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout, slot_sizes
@@ -25,10 +26,11 @@ from daskinfer.engines.lm.sampling import choose
 from daskinfer.engines.lm.scheduler import Scheduler
 from daskinfer.engines.lm.sequences import Chunk, Row, Segment
 from daskinfer.engines.lm.settings import Settings
-from daskinfer.errors import EngineDiedError, OutOfMemoryError
+from daskinfer.errors import EngineDiedError, OutOfMemoryError, describe
 
 __all__ = ["Core"]
 
+_logger = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 20  # longest row of a model that has no limit
 
 
@@ -61,7 +63,8 @@ class Core:
         self.slots = settings.rows(loaded.device)
         self._model, self._decoder = loaded.model, decoder
         self._cache = KVCache(shapes, next(loaded.model.parameters()).dtype, loaded.device)
-        self._runner = Runner(self._cache)
+        self._few = _few_kernel(loaded, settings)
+        self._runner = Runner(self._cache, self._few)
         install(loaded.model, self._runner)
         self._keep = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         longest = loaded.limit or _NO_LIMIT
@@ -99,6 +102,11 @@ class Core:
         """Whether the layers run by the quicker way."""
         return self._decoder is not None
 
+    @property
+    def compiled_attention(self) -> bool:
+        """Whether rows with few tokens in a step attend by a compiled kernel."""
+        return self._few is not None
+
     def fits(self, tokens: int) -> bool:
         """Whether there is memory for a row of so many tokens."""
         return self.layout.fits_alone(tokens)
@@ -129,7 +137,7 @@ class Core:
             return []
         try:
             self._prepare_memory(chunks)
-            plan = StepPlan.of(chunks, self.layout, self.device)
+            plan = StepPlan.of(chunks, self.layout, self.device, self._few.threads if self._few else 0)
             tokens = self._run(plan)
         except Exception as error:
             known = translate(error)
@@ -250,3 +258,16 @@ class Core:
         counts["guessed"] += guessed
         counts["decode_tokens"] += len(answered)  # and, once they are known, those guessed right
         counts["prefill_tokens"] += tokens - len(answered) - guessed
+
+
+def _few_kernel(loaded: LanguageModel, settings: Settings) -> FewKernel | None:
+    """Return the compiled kernel; None where it is not wanted, not for this model, or Numba cannot be used."""
+    if not settings.compiled_attention or loaded.device.type != "cpu" or loaded.model.dtype != torch.float32:
+        return None
+    try:
+        from daskinfer.engines.lm.kernels import FewAttention
+
+        return FewAttention()
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and tensor operations are always there
+        _logger.debug("attention runs by tensor operations: %s", describe(error))
+        return None

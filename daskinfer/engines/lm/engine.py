@@ -125,9 +125,9 @@ class LMEngine:
         """Return counters.
 
         ``extra`` holds tokens of prompts and of answers computed, whether the model's layers are run by this engine's own
-        forward pass, tokens guessed and how many of them were right, the cache's size and use in tokens, prompts and tokens
-        that were served from shared prefixes, rows sent back (for lack of memory, or since scores behind a wrong guess were
-        no numbers) and their tokens computed again.
+        forward pass and few tokens attend by the compiled kernel, tokens guessed and how many of them were right, the
+        cache's size and use in tokens, prompts and tokens that were served from shared prefixes, rows sent back (for lack
+        of memory, or since scores behind a wrong guess were no numbers) and their tokens computed again.
         """
         if self._other is not None:
             stats = self._other.stats()
@@ -149,6 +149,7 @@ class LMEngine:
                 "prefill_tokens": counts["prefill_tokens"],
                 "decode_tokens": counts["decode_tokens"],
                 "own_forward": core.own_forward,
+                "compiled_attention": core.compiled_attention,
                 "guessed_tokens": counts["guessed"],
                 "guessed_right_tokens": counts["guessed_right"],
                 "kv_tokens": layout.budget,

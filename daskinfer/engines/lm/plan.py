@@ -1,8 +1,8 @@
 """From the chunks of a step to what the attention layers need: which tokens lie where, and what each may see.
 
 The tokens of all chunks lie one behind the other, without padding: first those of rows that go on by one token, in the
-order of their slots, then the pieces of prompts, and tokens with guesses behind them. Everything here is worked out once
-per step and used by every layer.
+order of their slots, then the pieces of prompts, and tokens with guesses behind them. With a compiled kernel, rows that have
+few tokens in the step come first, in any order. Everything here is worked out once per step and used by every layer.
 
 Runs on: worker.
 """
@@ -13,12 +13,16 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from daskinfer.engines.lm.layout import Layout
 from daskinfer.engines.lm.sequences import Chunk, Row, Segment, Sequence
 
-__all__ = ["DecodeGroup", "Piece", "SharedPart", "StepPlan"]
+__all__ = ["DecodeGroup", "Few", "Piece", "SharedPart", "StepPlan"]
+
+_FEW = 16  # tokens of a row in one step; as many as one with its guesses has
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +72,52 @@ class DecodeGroup:
                 found = mask.expand(rows, kv_heads, queries, self.longest).reshape(-1, queries, self.longest)
             self.kept[key] = found
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Few:
+    """The step's first tokens, of rows that have few tokens in it.
+
+    Attributes
+    ----------
+    tokens : int
+    sizes : list of int
+        Of the pools where the rows are.
+    places : numpy.ndarray
+        Shape (tokens, 4): for each token its pool (an index of ``sizes``), the size and index of its slot, and its position
+        in the slot.
+    bounds : numpy.ndarray
+        Where the tokens are cut into parts of about the same work, never within a row; first 0, last ``tokens``.
+    longest : int
+        Most tokens that one of them looks at.
+    """
+
+    tokens: int
+    sizes: list[int]
+    places: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+    longest: int
+
+    @classmethod
+    def of(cls, chunks: Listing[Chunk], layout: Layout, parts: int) -> Few | None:
+        """Lay out chunks of rows; None: there are none."""
+        if not chunks:
+            return None
+        places: list[tuple[int, int, int, int]] = []
+        sizes: dict[int, int] = {}
+        ends, work = [], []
+        for chunk in chunks:
+            size, index = _place(layout, chunk.sequence)
+            pool = sizes.setdefault(size, len(sizes))
+            places += [(pool, size, index, at) for at in range(chunk.start, chunk.stop)]
+            ends.append(len(places))
+            work.append((chunk.stop - chunk.start) * chunk.stop)
+        done = np.cumsum(work)
+        middles = done - np.array(work) / 2
+        cuts = np.searchsorted(middles, done[-1] * np.arange(1, parts) / parts)  # at the nearest border
+        bounds = np.unique(np.array([0, *([0, *ends][cut] for cut in cuts), len(places)], dtype=np.int64))
+        longest = max(chunk.stop for chunk in chunks)
+        return cls(len(places), list(sizes), np.array(places, dtype=np.int64), bounds, longest)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +174,10 @@ class StepPlan:
     ----------
     ids, positions : torch.Tensor
         Shape (1, tokens).
+    few : Few or None
+        What a compiled kernel does.
     groups, pieces, shared : list
-        What the attention layers do.
+        What the attention layers do besides.
     rows : list of Row
         Those that get a token, with a guess of several tokens once more for each of these.
     last : torch.Tensor
@@ -136,6 +188,7 @@ class StepPlan:
 
     ids: torch.Tensor
     positions: torch.Tensor
+    few: Few | None
     groups: list[DecodeGroup]
     pieces: list[Piece]
     shared: list[SharedPart]
@@ -143,12 +196,24 @@ class StepPlan:
     last: torch.Tensor
 
     @classmethod
-    def of(cls, chunks: Listing[Chunk], layout: Layout, device: torch.device) -> StepPlan:
-        """Lay out the chunks of a step; their rows have their places in the layout."""
-        decoding = [c for c in chunks if isinstance(c.sequence, Row) and c.start and c.stop - c.start == 1]
+    def of(cls, chunks: Listing[Chunk], layout: Layout, device: torch.device, parts: int = 0) -> StepPlan:
+        """Lay out the chunks of a step; their rows have their places in the layout.
+
+        Parameters
+        ----------
+        chunks : sequence of Chunk
+        layout : Layout
+        device : torch.device
+        parts : int
+            What a compiled kernel does is cut into so many parts; 0: there is none.
+        """
+        rows = [c for c in chunks if isinstance(c.sequence, Row)]
+        few = [c for c in rows if c.stop - c.start <= _FEW] if parts else []
+        decoding = [] if parts else [c for c in rows if c.start and c.stop - c.start == 1]
         decoding.sort(key=lambda c: _place(layout, c.sequence))
-        one = set(map(id, decoding))
-        ordered = decoding + [c for c in chunks if id(c) not in one]
+        first = few or decoding
+        taken = set(map(id, first))
+        ordered = first + [c for c in chunks if id(c) not in taken]
         ids: list[int] = []
         positions: list[int] = []
         begins: list[int] = []
@@ -166,8 +231,9 @@ class StepPlan:
         return cls(
             torch.tensor([ids], device=device),
             torch.tensor([positions], device=device),
+            Few.of(few, layout, parts),
             _groups(decoding, layout, device),
-            [_piece(c, b, layout) for c, b in zip(ordered[len(decoding) :], begins[len(decoding) :], strict=True)],
+            [_piece(c, b, layout) for c, b in zip(ordered[len(first) :], begins[len(first) :], strict=True)],
             _shared(ordered, begins, device),
             [row for row, _ in sampling],
             torch.tensor([last for _, last in sampling], dtype=torch.long, device=device),
