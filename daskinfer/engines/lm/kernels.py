@@ -31,7 +31,7 @@ from daskinfer.engines.lm.plan import Few
 __all__ = ["FewAttention"]
 
 _LEAST = np.float32(-126.0)  # 2 to this power is the smallest normal number
-_LOG2_E, _LOG_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_LOG2_E = np.float32(1.4426950408889634)
 # 2**x for 0 <= x < 1, fitted for the least relative error, which is that of float32 (8e-8)
 _P1, _P2, _P3 = np.float32(0.69314700), np.float32(0.24022983), np.float32(0.05548334)
 _P4, _P5, _P6 = np.float32(0.00967884), np.float32(0.00124397), np.float32(0.00021702255)
