@@ -87,7 +87,8 @@ def stop_watchdog(dask_worker: Worker) -> None:
 
 def test_a_worker_whose_own_watchdog_is_stuck_is_evicted(made: LocalCluster, tmp_path: Path, fault_dir: Path) -> None:
     events: list[Event] = []
-    spec = echo_spec(faults={"row 7.": ["hang", "ok"]}, faults_dir=fault_dir, capacity=4)
+    # rows take long enough for the driver to ask once more before the run ends
+    spec = echo_spec(faults={"row 7.": ["hang", "ok"]}, faults_dir=fault_dir, capacity=4, lengths=5, step_s=0.1)
     health = HealthPolicy(
         poll_s=0.1, heartbeat_timeout_s=4, detection_interval_s=0.2, failure_threshold=3, step_timeout_s=0.5
     )
