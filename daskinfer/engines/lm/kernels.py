@@ -201,12 +201,12 @@ class FewAttention:
     """
 
     def __init__(self) -> None:
-        self.threads = min(torch.get_num_threads(), nb.config.NUMBA_NUM_THREADS)
-        before = torch.get_num_threads()
+        threads = torch.get_num_threads()
+        self.threads = min(threads, nb.config.NUMBA_NUM_THREADS)
         try:
             self._kernel, self._process = _compiled()
         finally:
-            torch.set_num_threads(before)  # OpenMP is torch's, too, and Numba starts it with a thread per core
+            torch.set_num_threads(threads)  # OpenMP is torch's, too, and Numba starts it with a thread per core
         self._check()
         self._local = threading.local()
         self._scores, self._bits = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)

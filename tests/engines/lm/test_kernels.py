@@ -135,7 +135,7 @@ def test_parts_are_even_and_end_where_rows_end(spans: list[tuple[int, int]], par
     assert few.bounds.tolist() == bounds
 
 
-def test_torch_keeps_its_threads(tmp_path: Path) -> None:
+def test_torch_keeps_its_threads() -> None:
     """In a process of its own, since Numba starts its threads once."""
     script = (
         "import torch; torch.set_num_threads(1); from daskinfer.engines.lm.kernels import FewAttention; "
