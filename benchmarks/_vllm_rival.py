@@ -1,7 +1,6 @@
 """vLLM as a rival of engine "lm": answers rows for ``bench_lm_vllm.py``, in an environment of its own.
 
-The first line on stdin is ``{"model": folder, "rows": [[token ids, new tokens], …]}``. Then each line is one run; the answer
-to each is a line ``{"seconds": …, "cpu_seconds": …, "tokens": [[…], …]}`` on stdout. Everything else goes to stderr.
+What goes in and comes out stands in ``_rival.py``; everything else goes to stderr.
 
 Runs on: anywhere with vllm; nothing of daskinfer is needed.
 """

@@ -9,8 +9,8 @@ from _lm import loaded, paired, parts, ragged, run
 def main() -> None:
     options = arguments("Compiled attention against tensor operations.", rows=64, threads=2).parse_args()
     engine = loaded(options.threads, share_prefixes=False)
-    other = loaded(options.threads, share_prefixes=False, compiled_attention=False)
-    assert engine.stats().extra["compiled_attention"], "Numba is not installed, or has no threads"
+    other = loaded(options.threads, share_prefixes=False, compiled_kernels=False)
+    assert engine.stats().extra["compiled_kernels"], "Numba is not installed, or has no threads"
     rows = ragged(parts(engine).tokenizer, options.rows, options.seed)
     results = paired(lambda: run(engine, rows), lambda: run(other, rows), options.repeats)
     write_result("lm_kernel", options, results)

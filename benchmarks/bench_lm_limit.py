@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from _common import Spread, arguments, write_result
 from _lm import Rows, add, loaded, parts, ragged, run
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from daskinfer.engines.lm import LMEngine
 
@@ -19,7 +22,12 @@ KINDS = {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::baddbmm",
         "aten::bmm",
-        "daskinfer::few_attention",
+        "compiled FewAttention.__call__",
+    ),
+    "norms, rotary embedding and gates": (
+        "compiled CompiledOperations.add_and_norm",
+        "compiled CompiledOperations.turn",
+        "compiled CompiledOperations.gate",
     ),
     "cache": ("aten::index_copy_", "aten::copy_", "aten::fill_", "aten::zero_"),
 }
@@ -50,12 +58,41 @@ def work(config: Any, tokens: int, scored: int) -> float:
     return float(2 * (tokens * layer * config.num_hidden_layers + scored * width * config.vocab_size) / 1e9)
 
 
+@contextlib.contextmanager
+def _named(*functions: tuple[type, str]) -> Iterator[None]:
+    """Let the profiler see functions that are no tensor operations, as "compiled Class.name"."""
+
+    def seen(owner: type, name: str) -> Any:
+        function = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            with record_function(f"compiled {owner.__name__}.{name}"):
+                return function(*args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, seen(owner, name)))
+        yield
+
+
+def compiled() -> list[tuple[type, str]]:
+    """Return the methods that are compiled; none where Numba is not installed."""
+    try:
+        from daskinfer.engines.lm.compiled import CompiledOperations
+        from daskinfer.engines.lm.kernels import FewAttention
+    except ImportError:
+        return []
+    return [(FewAttention, "__call__"), *((CompiledOperations, name) for name in ("add_and_norm", "turn", "gate"))]
+
+
 def budget(engine: LMEngine, rows: Rows, steps: int) -> dict[str, float]:
     """Return the share of some steps' time by kind of operation; the profiler makes small operations look dearer."""
     add(engine, rows)
     for _ in range(steps):  # until rows are being answered while others are read
         engine.step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with _named(*compiled()), profile(activities=[ProfilerActivity.CPU]) as profiled:
         begun = time.perf_counter()
         for _ in range(steps):
             engine.step()

@@ -10,70 +10,11 @@ stopped: idle they take a tenth of a core.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import subprocess
-import time
-from pathlib import Path
-from typing import Any
 
-import psutil
-from _common import Spread, arguments, write_result
-from _lm import Rows, folder, loaded, parts, ragged, run
-
-
-class Rival:
-    """vLLM in a process of its own, warm between runs."""
-
-    def __init__(self, python: str, model: str, rows: Rows, threads: int) -> None:
-        environment = {
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        script = Path(__file__).with_name("_vllm_rival.py")
-        self._process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._send(json.dumps({"model": model, "rows": rows}))
-        self._read()
-
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"vLLM ended with {self._process.wait()}; what it said is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __call__(self) -> dict[str, Any]:
-        """Answer the rows; return seconds and tokens."""
-        self._signal(signal.SIGCONT)
-        self._send("go")
-        answer = self._read()
-        self._signal(signal.SIGSTOP)
-        return answer
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(psutil.Error):  # one that has died says so when it is read from
-            own = psutil.Process(self._process.pid)
-            for process in (own, *own.children(recursive=True)):
-                process.send_signal(number)
-
-    def close(self) -> None:
-        """End it."""
-        self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+from _common import arguments, write_result
+from _lm import loaded, parts, ragged
+from _rival import against
 
 
 def main() -> None:
@@ -84,34 +25,21 @@ def main() -> None:
         print("left out: --vllm names no Python with vLLM")
         return
     engine = loaded(options.threads, share_prefixes=False)
-    have = parts(engine)
-    rows = ragged(have.tokenizer, options.rows, options.seed)
-    rival = Rival(options.vllm, folder(engine), rows, options.threads)
-    ours, theirs = [], []
-    try:
-        texts, found = run(engine, rows), rival()
-        for _ in range(options.repeats):
-            begun = time.perf_counter()
-            run(engine, rows)
-            ours.append(time.perf_counter() - begun)
-            theirs.append(rival()["seconds"])
-    finally:
-        rival.close()
-    version = subprocess.run(
+    rows = ragged(parts(engine).tokenizer, options.rows, options.seed)
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}" if options.threads > 1 else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    results = against(
+        engine, rows, options.threads, options.repeats, "_vllm_rival.py", python=options.vllm, environment=environment
+    )
+    results["vllm"] = subprocess.run(
         [options.vllm, "-c", "from importlib.metadata import version as v; print(v('vllm-cpu'))"],
         capture_output=True,
         text=True,
         check=False,
     ).stdout.strip()
-    decoded = [have.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found["tokens"]]
-    results = {
-        "seconds": Spread.of(ours),
-        "rival_seconds": Spread.of(theirs),
-        "times_faster": Spread.of([b / a for a, b in zip(ours, theirs, strict=True)]),
-        "rows": len(rows),
-        "equal_rows": sum(a == b for a, b in zip(texts, decoded, strict=True)),
-        "vllm": version,
-    }
     options.vllm = "python of an environment with vllm-cpu"
     write_result("lm_vllm", options, results)
 

@@ -11,9 +11,13 @@ from typing import NoReturn
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and our forks do not go together
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # how fast a machine is decides no test
 
 _GRACE_S = 5.0
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # live as long as the test process
@@ -103,9 +107,10 @@ def require_root() -> None:
 def require_kernel() -> None:
     """Numba can compile, and has threads."""
     try:
+        from daskinfer.engines.lm.compiling import Team
         from daskinfer.engines.lm.kernels import FewAttention
 
-        FewAttention()
+        FewAttention(Team())
     except (ImportError, RuntimeError) as error:
         _missing(f"Numba with OpenMP's threads (Debian's libgomp1): {error}")
 

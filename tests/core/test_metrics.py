@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from daskinfer.errors import ConfigError, TooManyFailuresError
@@ -144,7 +144,6 @@ events = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3600), events), max_size=60), st.integers(0, 20))
 def test_counts_are_conserved(timed: list[tuple[float, Any]], skipped: int) -> None:
     metrics = Metrics()

@@ -64,7 +64,7 @@ def faulted(batch: Batch, kind: FaultKind, *, suspects: tuple[int, ...] | None =
 # ---------------------------------------------------------------- conservation
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 1 << 32),
     n=st.integers(0, 60),
@@ -350,7 +350,7 @@ def test_suspects_that_were_not_found_out_about_stay_suspects(kind: FaultKind) -
     assert again.attempt == 1  # as before: it was no death
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n=st.integers(1, 200), poison=st.sets(st.integers(0, 199), min_size=1, max_size=4), batch=st.integers(1, 64))
 def test_deaths_are_bounded_by_the_number_of_poison_rows(n: int, poison: set[int], batch: int) -> None:
     """All batches are inside one engine when it dies: p · (log2(n) + 1), with the logarithm rounded up."""

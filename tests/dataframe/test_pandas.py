@@ -287,13 +287,18 @@ def test_an_interrupt_aborts_the_rows(echo_log: Path) -> None:
     spec = echo_spec(isolation="thread", step_s=0.02, capacity=1, log=echo_log)
 
     def interrupt() -> None:
-        wait_until(lambda: call_counts(echo_log), message="the first row")
+        wait_until(lambda: call_counts(echo_log), 60, "the first row")
         os.kill(os.getpid(), signal.SIGINT)
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        interrupted = pool.submit(interrupt)
+        try:
             text_frame(["a"] * 5_000).infer.generate("text", model=spec)
+        except KeyboardInterrupt:
+            interrupted.result()
+        else:
+            interrupted.result()  # maybe it says why there was none
+            pytest.fail("the interrupt was not raised")
     wait_until(lambda: any(entry.event == "abort" for entry in read_log(echo_log)), message="the abort")
     assert progress().empty
 
@@ -386,7 +391,7 @@ def test_import_daskinfer_registers_on_libraries_that_are_loaded(first: str, fou
     st.lists(st.one_of(st.none(), st.text(max_size=8)), max_size=12),
     st.lists(st.integers(0, 3), max_size=12),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rows_order_and_labels_are_kept(values: list[str | None], labels: list[int]) -> None:
     count = min(len(values), len(labels))
     frame = pd.DataFrame({"text": pd.Series(values[:count], dtype=object, index=pd.Index(labels[:count]))})

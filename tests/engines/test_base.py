@@ -116,7 +116,7 @@ def test_nobody_starves() -> None:
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 9), st.integers(1, 2000), st.integers(1, 4000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_comes_back_once(lengths: list[int], most: int, size: int, limit: int) -> None:
     engine = Scripted(limit=limit, max_batch_rows=most, max_batch_size=size)
     engine.add(rows(lengths))
@@ -284,7 +284,7 @@ def test_c52_the_budget_grows_back() -> None:
     assert max(len(call) for call in sized.calls if call[0] < 200) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(limit=st.integers(100, 3_000), seed=st.integers(0, 1 << 16), calls=st.sampled_from([40, 200]))
 def test_c52_there_is_no_storm_of_out_of_memory(limit: int, seed: int, calls: int) -> None:
     """Memory runs out about log2 of the calls times per length class, not once in so many calls for ever."""

@@ -221,7 +221,7 @@ def test_abort_frees_slots_and_is_logged_for_held_rows_only(echo_log: Path) -> N
     capacity=st.integers(1, 5),
     oom_over=st.none() | st.integers(1, 30),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_row_comes_back_once(sizes: Any, lengths: Any, budgets: Any, capacity: int, oom_over: int | None) -> None:
     engine = loaded(lengths=lengths, capacity=capacity, oom_over=oom_over)
     results: list[Result] = []

@@ -176,7 +176,7 @@ def test_c12_exactly_one_bos() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 50), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_c02_prompt_and_answer_fit(tokens: int, new: int, two: bool) -> None:
     limit = 32
     it = ENCODERS[two]

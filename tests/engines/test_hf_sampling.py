@@ -106,7 +106,7 @@ def test_drawn_from_the_distribution_transformers_draws_from(params: dict[str, A
         lambda row: max(row) > -torch.inf
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_token_of_probability_zero_is_never_drawn(number: float, row: list[float]) -> None:
     it = answer(temperature=1.0)
     it.draw = lambda: number  # type: ignore[method-assign]

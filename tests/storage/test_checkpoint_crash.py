@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daskinfer.checkpoint import Checkpoint, CheckpointPolicy
@@ -68,14 +68,14 @@ JOB = {
 
 
 @given(**JOB)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 def test_c35_c36_crashes_and_interrupts_anywhere_change_nothing(**job: Any) -> None:
     check_job(**job)
 
 
 @pytest.mark.slow
 @given(**JOB)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @pytest.mark.timeout(900)
 def test_many_crashes_and_interrupts_anywhere_change_nothing(**job: Any) -> None:
     check_job(**job)

@@ -194,9 +194,7 @@ def test_c36_a_finished_file_that_was_changed_is_refused(job: Path, tmp_path: Pa
     kind=st.sampled_from(SINKS),
     step_s=st.sampled_from([0.1, 2.0]),
 )
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_a_retry_may_crash_anywhere(
     tmp_path_factory: pytest.TempPathFactory,
     crash_at: int,

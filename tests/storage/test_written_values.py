@@ -128,7 +128,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON), max_size=12), st.integers(1, 5))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_json_lines_in_and_out_is_the_same(tmp_path: Path, rows: list[dict[str, Any]], size: int) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

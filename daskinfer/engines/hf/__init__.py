@@ -13,7 +13,7 @@ Runs on: worker.
 """
 
 from daskinfer.engines.hf.answers import NOT_A_NUMBER, Answer
-from daskinfer.engines.hf.int8 import Int8Linear
+from daskinfer.engines.hf.int8 import Int8Linear, Rounding
 from daskinfer.engines.hf.loading import (
     LanguageModel,
     load_language_model,
@@ -37,6 +37,7 @@ __all__ = [
     "LanguageModel",
     "Prompt",
     "PromptEncoder",
+    "Rounding",
     "SpecialTokens",
     "context_limit",
     "find",

@@ -6,7 +6,6 @@ Runs on: worker.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,10 @@ from daskinfer.engines.lm.sampling import choose
 from daskinfer.engines.lm.scheduler import Scheduler
 from daskinfer.engines.lm.sequences import Chunk, Row, Segment
 from daskinfer.engines.lm.settings import Settings
-from daskinfer.errors import EngineDiedError, OutOfMemoryError, describe
+from daskinfer.errors import EngineDiedError, OutOfMemoryError
 
 __all__ = ["Core"]
 
-_logger = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 20  # longest row of a model that has no limit
 
 
@@ -43,6 +41,8 @@ class Core:
     shapes : dict of int to LayerShape
         What its layers keep of a token.
     settings : Settings
+    few : FewKernel or None
+        Runs the attention of rows with few tokens in a step, if there is such a kernel.
     decoder : Decoder or None
         A quicker way through the model than its own, if there is one.
 
@@ -57,13 +57,14 @@ class Core:
         loaded: LanguageModel,
         shapes: dict[int, LayerShape],
         settings: Settings,
+        few: FewKernel | None = None,
         decoder: Decoder | None = None,
     ) -> None:
         self.device = loaded.device
         self.slots = settings.rows(loaded.device)
         self._model, self._decoder = loaded.model, decoder
         self._cache = KVCache(shapes, next(loaded.model.parameters()).dtype, loaded.device)
-        self._few = _few_kernel(loaded, settings)
+        self._few = few
         self._runner = Runner(self._cache, self._few)
         install(loaded.model, self._runner)
         self._keep = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
@@ -103,7 +104,7 @@ class Core:
         return self._decoder is not None
 
     @property
-    def compiled_attention(self) -> bool:
+    def compiled_kernels(self) -> bool:
         """Whether rows with few tokens in a step attend by a compiled kernel."""
         return self._few is not None
 
@@ -258,16 +259,3 @@ class Core:
         counts["guessed"] += guessed
         counts["decode_tokens"] += len(answered)  # and, once they are known, those guessed right
         counts["prefill_tokens"] += tokens - len(answered) - guessed
-
-
-def _few_kernel(loaded: LanguageModel, settings: Settings) -> FewKernel | None:
-    """Return the compiled kernel; None where it is not wanted, not for this model, or Numba cannot be used."""
-    if not settings.compiled_attention or loaded.device.type != "cpu" or loaded.model.dtype != torch.float32:
-        return None
-    try:
-        from daskinfer.engines.lm.kernels import FewAttention
-
-        return FewAttention()
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and tensor operations are always there
-        _logger.debug("attention runs by tensor operations: %s", describe(error))
-        return None

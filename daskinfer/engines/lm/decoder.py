@@ -12,7 +12,7 @@ Runs on: worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from daskinfer.engines.hf import LanguageModel
 from daskinfer.engines.lm.attention import Attention, Call, Recorder, install
 from daskinfer.engines.lm.linears import QuickLinear, fused
+from daskinfer.engines.lm.operations import Activation, Norm, Operations
 from daskinfer.errors import describe
 
 __all__ = ["Decoder", "decoder_of"]
@@ -37,75 +38,42 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
+_State = tuple[torch.Tensor, torch.Tensor | None]  # tokens, and what is still to be added to them
+
+
 class _OtherKindError(Exception):
     """The model has parts that are not known here."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
-    """Root mean square norm: x · w ÷ √(mean(x²) + ε), over the last dimension (Zhang and Sennrich 2019)."""
-
-    weight: torch.Tensor
-    eps: torch.Tensor
-
-    @classmethod
-    def of(cls, module: Any) -> _Norm:
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        weight = getattr(module, "weight", None)
-        if not isinstance(eps, float) or weight is None or weight.dim() != 1 or list(module.named_children()):
-            raise _OtherKindError(f"its norms are {type(module).__name__}")
-        return cls(weight.detach(), torch.tensor(eps, dtype=weight.dtype))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.mul(torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     call: Call
-    before: _Norm
+    do: Operations
+    before: Norm
     qkv: QuickLinear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    head_norm: Norm | None
     heads: int
     kv_heads: int
     out: QuickLinear
-    after: _Norm
+    after: Norm
     gate_up: QuickLinear
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    activation: Activation
     down: QuickLinear
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention, keep: torch.Tensor | None
-    ) -> torch.Tensor:
-        tokens, width = x.shape[0], cos.shape[-1]
-        turned = self.heads + self.kv_heads
-        qkv = self.qkv(self.before(x)).view(tokens, turned + self.kv_heads, width)
-        together, value = qkv[:, :turned], qkv[:, turned:]
-        if self.query_norm is not None and self.key_norm is not None:
-            together = torch.cat(
-                (self.query_norm(together[:, : self.heads]), self.key_norm(together[:, self.heads :])), 1
-            )
-        together = _rotated(together, cos, sin)
+        self, state: _State, cos: torch.Tensor, sin: torch.Tensor, attention: Attention, keep: torch.Tensor | None
+    ) -> _State:
+        x, added = state
+        do, turned, width = self.do, self.heads + self.kv_heads, cos.shape[-1]
+        heads = self.qkv(do.add_and_norm(x, added, self.before)).view(len(x), turned + self.kv_heads, width)
+        together, value = do.turn(heads, turned, self.head_norm, cos, sin), heads[:, turned:]
         query, key = together[:, : self.heads], together[:, self.heads :]
         seen = attention.attend(self.call, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
-        seen = seen.reshape(tokens, -1)
+        seen = seen.reshape(len(x), -1)
         if keep is not None:
             seen, x = seen[keep], x[keep]
-        x = self.out.plus(seen, x)
-        both = self.gate_up(self.after(x))
-        inner = both.shape[-1] // 2
-        return self.down.plus(self.activation(both[:, :inner]).mul_(both[:, inner:]), x)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the rotary embedding of x, shape (tokens, heads, width); cosines and sines are (tokens, 1, width)."""
-    half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+        both = self.gate_up(do.add_and_norm(x, self.out(seen), self.after))
+        return x, self.down(do.gate(both, self.activation))
 
 
 class Decoder:
@@ -117,6 +85,8 @@ class Decoder:
         Its linear layers are packed.
     calls : sequence of Call
         What each layer's attention asked for.
+    operations : Operations
+        Do what is between the multiplications.
 
     Raises
     ------
@@ -124,7 +94,7 @@ class Decoder:
         The model has other parts.
     """
 
-    def __init__(self, model: Any, calls: Sequence[Call]) -> None:
+    def __init__(self, model: Any, calls: Sequence[Call], operations: Operations) -> None:
         base = getattr(model, "model", None)
         if base is None or {name for name, _ in base.named_children()} != {
             "embed_tokens",
@@ -135,8 +105,9 @@ class Decoder:
             raise _OtherKindError("its parts have other names")
         self._embed: nn.Module = base.embed_tokens
         self._rotary: nn.Module = base.rotary_emb
-        self._layers = [_layer(layer, call) for layer, call in zip(base.layers, calls, strict=True)]
-        self._norm = _Norm.of(base.norm)
+        self._do = operations
+        self._layers = [_layer(layer, call, operations) for layer, call in zip(base.layers, calls, strict=True)]
+        self._norm = _norm(base.norm)
         self._head: nn.Module = model.get_output_embeddings()
 
     def __call__(
@@ -154,10 +125,11 @@ class Decoder:
             Runs the layers' attention.
         """
         x, cos, sin = self._begin(ids, positions)
+        state: _State = x, None
         for layer in self._layers[:-1]:
-            x = layer(x, cos, sin, attention, None)
-        x = self._layers[-1](x, cos, sin, attention, last)
-        scores: torch.Tensor = self._head(self._norm(x))
+            state = layer(state, cos, sin, attention, None)
+        state = self._layers[-1](state, cos, sin, attention, last)
+        scores: torch.Tensor = self._head(self._do.add_and_norm(*state, self._norm))
         return scores
 
     def parts(
@@ -176,8 +148,9 @@ class Decoder:
         """
         x, cos, sin = self._begin(ids, positions)
         given = zip(self._layers, states[:-1], strict=True)
-        *layers, last = (layer(state, cos, sin, attention, None) for layer, state in given)
-        return [x, *layers, self._norm(last), self._head(states[-1])]
+        *layers, last = (layer((state.clone(), None), cos, sin, attention, None) for layer, state in given)
+        sums = [x + added for x, added in layers if added is not None]
+        return [x, *sums, self._do.add_and_norm(*last, self._norm), self._head(states[-1])]
 
     def _begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the embedding of tokens, and cosines and sines of their positions."""
@@ -186,10 +159,10 @@ class Decoder:
         return x[0], cos, sin
 
 
-def decoder_of(loaded: LanguageModel, calls: Sequence[Call]) -> Decoder | None:
+def decoder_of(loaded: LanguageModel, calls: Sequence[Call], operations: Operations) -> Decoder | None:
     """Return the quick forward pass of a model whose linear layers are packed; None where its own has to be used."""
     try:
-        decoder = Decoder(loaded.model, sorted(calls, key=lambda call: call.layer))
+        decoder = Decoder(loaded.model, sorted(calls, key=lambda call: call.layer), operations)
         if _same(decoder, loaded):
             return decoder
         reason = "its scores are others"
@@ -237,7 +210,7 @@ def _agrees(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | No
     )
 
 
-def _layer(layer: Any, call: Call) -> _Layer:
+def _layer(layer: Any, call: Call, operations: Operations) -> _Layer:
     attention, mlp = _parts(layer, _LAYER, "self_attn", "mlp")
     norms = _HEAD_NORMS if hasattr(attention, "q_norm") else set()
     out, *head_norms = _parts(attention, _ATTENTION | norms, "o_proj", *sorted(norms, reverse=True))
@@ -247,19 +220,38 @@ def _layer(layer: Any, call: Call) -> _Layer:
         raise _OtherKindError("its linear layers are not packed")
     width = attention.head_dim
     heads = out.in_features // width
+    kv_heads = (qkv.out_features // width - heads) // 2
     return _Layer(
         call,
-        _Norm.of(layer.input_layernorm),
+        operations,
+        _norm(layer.input_layernorm),
         qkv,
-        _Norm.of(head_norms[0]) if norms else None,
-        _Norm.of(head_norms[1]) if norms else None,
+        _head_norm(head_norms, (heads, kv_heads)) if norms else None,
         heads,
-        (qkv.out_features // width - heads) // 2,
+        kv_heads,
         out,
-        _Norm.of(layer.post_attention_layernorm),
+        _norm(layer.post_attention_layernorm),
         gate_up,
         F.silu if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" else act,
         down,
+    )
+
+
+def _norm(module: Any) -> Norm:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(eps, float) or weight is None or weight.dim() != 1 or list(module.named_children()):
+        raise _OtherKindError(f"its norms are {type(module).__name__}")
+    return Norm(weight.detach(), weight.new_tensor([eps]))
+
+
+def _head_norm(modules: Sequence[Any], heads: tuple[int, int]) -> Norm:
+    """Return the norms of queries and of keys as one for all these heads."""
+    norms = [_norm(module) for module in modules]
+    pairs = list(zip(norms, heads, strict=True))
+    return Norm(
+        torch.cat([norm.weight.expand(count, -1) for norm, count in pairs]),
+        torch.cat([norm.eps.expand(count, 1) for norm, count in pairs]),
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from daskinfer.config import ModelSpec
 from daskinfer.engines import engine_class
@@ -20,15 +22,18 @@ from daskinfer.engines.hf import (
     LanguageModel,
     Prompt,
     PromptEncoder,
+    Rounding,
     load_language_model,
     release_device_memory,
 )
+from daskinfer.engines.lm.attention import FewKernel
 from daskinfer.engines.lm.core import Core
 from daskinfer.engines.lm.decoder import decoder_of
 from daskinfer.engines.lm.linears import pack_linears
+from daskinfer.engines.lm.operations import Operations
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.engines.lm.support import UnsupportedError, probe
-from daskinfer.errors import RowError
+from daskinfer.errors import RowError, describe
 from daskinfer.records import EngineStats, FailureKind, Request, Result, SamplingParams
 
 __all__ = ["LMEngine"]
@@ -83,10 +88,12 @@ class LMEngine:
             release_device_memory(device)
             self._fall_back(str(reason))
             return
-        pack_linears(loaded, self.settings)
+        kernels = _compiled(loaded, self.settings) or _Kernels()
+        pack_linears(loaded, self.settings, kernels.rounding)
         self._loaded = loaded
         self._encoder = PromptEncoder(loaded.tokenizer, loaded.limit, loaded.vocab_size)
-        self._core = Core(loaded, asked.shapes, self.settings, decoder_of(loaded, asked.calls))
+        decoder = decoder_of(loaded, asked.calls, kernels.operations)
+        self._core = Core(loaded, asked.shapes, self.settings, kernels.few, decoder)
         self._warm(loaded)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -149,7 +156,7 @@ class LMEngine:
                 "prefill_tokens": counts["prefill_tokens"],
                 "decode_tokens": counts["decode_tokens"],
                 "own_forward": core.own_forward,
-                "compiled_attention": core.compiled_attention,
+                "compiled_kernels": core.compiled_kernels,
                 "guessed_tokens": counts["guessed"],
                 "guessed_right_tokens": counts["guessed_right"],
                 "kv_tokens": layout.budget,
@@ -213,3 +220,28 @@ class LMEngine:
         self._reason = reason
         self._other = engine_class(spec)(spec)
         self._other.load()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What a processor's compiler may do better; by default tensor operations do it."""
+
+    few: FewKernel | None = None
+    operations: Operations = field(default_factory=Operations)
+    rounding: Rounding = field(default_factory=Rounding)
+
+
+def _compiled(loaded: LanguageModel, settings: Settings) -> _Kernels | None:
+    """Return compiled kernels; None where they are not wanted, not for this model, or Numba cannot be used."""
+    if not settings.compiled_kernels or loaded.device.type != "cpu" or loaded.model.dtype != torch.float32:
+        return None
+    try:
+        from daskinfer.engines.lm.compiled import CompiledOperations, CompiledRounding
+        from daskinfer.engines.lm.compiling import Team
+        from daskinfer.engines.lm.kernels import FewAttention
+
+        team = Team()
+        return _Kernels(FewAttention(team), CompiledOperations(team), CompiledRounding(team))
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and tensor operations are always there
+        _logger.debug("tensor operations do what Numba would compile: %s", describe(error))
+        return None

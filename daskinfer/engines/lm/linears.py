@@ -8,13 +8,15 @@ Runs on: worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from daskinfer.engines.hf import Int8Linear, LanguageModel
+from daskinfer.engines.hf import Int8Linear, LanguageModel, Rounding
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.errors import ConfigError
 
@@ -42,13 +44,9 @@ class PackedLinear(nn.Module):
         out: torch.Tensor = _mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")  # noqa: SLF001
         return out.view(*x.shape[:-1], self.out_features)
 
-    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Multiply and add, for ``x`` of shape (tokens, in) and ``other`` of shape (tokens, out)."""
-        product: torch.Tensor = _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # noqa: SLF001
-        return product.add_(other)
-
 
 QuickLinear: TypeAlias = PackedLinear | Int8Linear
+_Kind: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], QuickLinear]
 
 
 class _First(nn.Module):
@@ -88,8 +86,15 @@ def fused(first: Any) -> QuickLinear | None:
     return first.fused if isinstance(first, _First) else None
 
 
-def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
+def pack_linears(loaded: LanguageModel, settings: Settings, rounding: Rounding) -> None:
     """Replace a model's linear layers where that is faster: on a CPU, in float32.
+
+    Parameters
+    ----------
+    loaded : LanguageModel
+    settings : Settings
+    rounding : Rounding
+        For layers in 8 bits.
 
     Raises
     ------
@@ -104,10 +109,10 @@ def pack_linears(loaded: LanguageModel, settings: Settings) -> None:
         return
     head = loaded.model.get_output_embeddings()
     with torch.inference_mode():
-        _replace(loaded.model, Int8Linear if settings.int8 else PackedLinear, head)
+        _replace(loaded.model, partial(Int8Linear, rounding=rounding) if settings.int8 else PackedLinear, head)
 
 
-def _replace(module: nn.Module, kind: type[QuickLinear], head: Any) -> None:
+def _replace(module: nn.Module, kind: _Kind, head: Any) -> None:
     """Replace the linear layers below a module; the one that gives the scores stays in full precision."""
     for names in _FUSED:
         layers = [getattr(module, name, None) for name in names]
@@ -129,7 +134,7 @@ def _weight(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (layer.weight.t() if isinstance(layer, Conv1D) else layer.weight), layer.bias
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any], kind: type[QuickLinear]) -> None:
+def _fuse(module: nn.Module, names: tuple[str, ...], layers: list[Any], kind: _Kind) -> None:
     weights, biases = zip(*map(_weight, layers), strict=True)
     if len({bias is None for bias in biases}) > 1 or len({weight.shape[1] for weight in weights}) > 1:
         return

@@ -44,8 +44,9 @@ class Settings:
         0: none. None: 7 on a CPU, 0 elsewhere.
     pack_weights : bool
         On a CPU in float32: lay the weights out once for the batches of decoding.
-    compiled_attention : bool
-        On a CPU in float32, where Numba is installed: rows that have few tokens in a step attend by a compiled kernel.
+    compiled_kernels : bool
+        On a CPU in float32, where Numba is installed: what is between the
+        multiplications, and the attention of rows that have few tokens in a step, is compiled.
     int8 : bool
         On a CPU in float32: weights of the inner layers in 8 bits; faster, and answers change.
     allow_pickle : bool
@@ -68,7 +69,7 @@ class Settings:
     longest_first: bool = True
     prompt_lookup_num_tokens: int | None = None
     pack_weights: bool = True
-    compiled_attention: bool = True
+    compiled_kernels: bool = True
     int8: bool = False
     allow_pickle: bool = False
     slot_tokens: int = 64
@@ -85,7 +86,7 @@ class Settings:
             )
         if self.slot_tokens % 2:
             raise ConfigError(f"engine_options: slot_tokens={self.slot_tokens!r} must be even")
-        for name in ("share_prefixes", "longest_first", "pack_weights", "compiled_attention", "int8", "allow_pickle"):
+        for name in ("share_prefixes", "longest_first", "pack_weights", "compiled_kernels", "int8", "allow_pickle"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"engine_options: {name}={getattr(self, name)!r} must be true or false")
 

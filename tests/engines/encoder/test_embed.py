@@ -296,7 +296,7 @@ def _rows(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lengths, [draw(st.integers(0, length)) for length in lengths]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows(), st.lists(st.sampled_from(POOLINGS), min_size=1, max_size=3), st.integers(0, 99))
 def test_c24_pooling_of_a_row_is_that_of_the_row_alone(
     rows: tuple[list[int], list[int]], modes: list[Any], seed: int

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from daskinfer.config import ModelSpec
-from daskinfer.engines.hf import LanguageModel, load_language_model
+from daskinfer.engines.hf import LanguageModel, Rounding, load_language_model
 from daskinfer.engines.lm.attention import Recorder, install
 from daskinfer.engines.lm.decoder import Decoder, decoder_of
 from daskinfer.engines.lm.linears import pack_linears
+from daskinfer.engines.lm.operations import Operations
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.engines.lm.support import probe
 from tests.engines.lm.models import SUPPORTED, make
@@ -26,8 +27,8 @@ def prepared(folder: Path, **settings: Any) -> tuple[LanguageModel, Decoder | No
     """Load a model, pack it, and ask for its decoder."""
     loaded = load_language_model(ModelSpec(str(folder)))
     asked = probe(loaded)
-    pack_linears(loaded, Settings(**settings))
-    return loaded, decoder_of(loaded, asked.calls)
+    pack_linears(loaded, Settings(**settings), Rounding())
+    return loaded, decoder_of(loaded, asked.calls, Operations())
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -74,13 +75,13 @@ def test_windows_are_kept(tmp_path: Path) -> None:
 def test_a_model_that_computes_something_else_runs_by_itself(model_folder: Folder) -> None:
     loaded = load_language_model(ModelSpec(str(model_folder("llama"))))
     calls = probe(loaded).calls
-    pack_linears(loaded, Settings())
+    pack_linears(loaded, Settings(), Rounding())
     embed = loaded.model.model.embed_tokens
     embed.register_forward_hook(lambda module, args, out: out * 1.01)
-    assert decoder_of(loaded, calls) is not None  # the module is called, so what it was given counts
+    assert decoder_of(loaded, calls, Operations()) is not None  # the module is called, so what it was given counts
     mlp = loaded.model.model.layers[1].mlp
     mlp.register_forward_hook(lambda module, args, out: out * 1.01)
-    assert decoder_of(loaded, calls) is None
+    assert decoder_of(loaded, calls, Operations()) is None
 
 
 def test_eight_bits_take_the_quick_way(model_folder: Folder) -> None:
@@ -102,11 +103,11 @@ def test_small_differences_are_seen(int8: bool, other: dict[str, float], tmp_pat
 def test_a_model_of_strange_parts_runs_by_itself(model_folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     loaded = load_language_model(ModelSpec(str(model_folder("llama"))))
     calls = probe(loaded).calls
-    pack_linears(loaded, Settings())
+    pack_linears(loaded, Settings(), Rounding())
     strange: dict[str, int] = {}
     loaded.model.model.rotary_emb.forward = lambda x, position_ids: strange["cos"]
     with caplog.at_level("DEBUG", "daskinfer.engines.lm.decoder"):
-        assert decoder_of(loaded, calls) is None
+        assert decoder_of(loaded, calls, Operations()) is None
     assert "LlamaForCausalLM runs by its own forward pass: KeyError" in caplog.text
 
 

@@ -383,7 +383,7 @@ def test_occupancy_and_counts(model_folder: Folders) -> None:
         ({"max_batch_tokens": "many"}, "max_batch_tokens='many'"),
         ({"slot_tokens": 7}, "slot_tokens=7"),
         ({"int8": 1}, "int8=1"),
-        ({"compiled_attention": "yes"}, "compiled_attention='yes'"),
+        ({"compiled_kernels": "yes"}, "compiled_kernels='yes'"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from daskinfer.engines.lm.attention import Call
+from daskinfer.engines.lm.compiling import Team
 from daskinfer.engines.lm.kernels import FewAttention
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout
@@ -52,7 +53,7 @@ class Step:
 
     def run(self, window: int | None = None, scale: float | None = None, *, sums: bool = True) -> None:
         call = Call(3, scale, window, masked=False, wishes=())
-        FewAttention()(
+        FewAttention(Team())(
             self.few, self.cache, call, (self.query, self.key, self.value), self.out, self.sums if sums else None
         )
 
@@ -138,8 +139,8 @@ def test_parts_are_even_and_end_where_rows_end(spans: list[tuple[int, int]], par
 def test_torch_keeps_its_threads() -> None:
     """In a process of its own, since Numba starts its threads once."""
     script = (
-        "import torch; torch.set_num_threads(1); from daskinfer.engines.lm.kernels import FewAttention; "
-        "few = FewAttention(); assert (torch.get_num_threads(), few.threads) == (1, 1)"
+        "import torch; torch.set_num_threads(1); from daskinfer.engines.lm.compiling import Team; "
+        "team = Team(); assert (torch.get_num_threads(), team.size) == (1, 1)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -147,13 +148,13 @@ def test_torch_keeps_its_threads() -> None:
 
 def test_threads_of_a_parent_process_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(2, 2, 8, 8)
-    monkeypatch.setattr("daskinfer.engines.lm.kernels.os.getpid", lambda: -1)
+    monkeypatch.setattr("daskinfer.engines.lm.compiling.os.getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="forked"):
         step.run()
 
 
 def test_memory_that_is_not_there_leaves_no_small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = FewAttention()
+    few = FewAttention(Team())
     few._scratch(2, 10)
 
     def none(*args: object) -> None:
@@ -163,7 +164,7 @@ def test_memory_that_is_not_there_leaves_no_small_scratch(monkeypatch: pytest.Mo
         without.setattr("daskinfer.engines.lm.kernels.np.empty", none)
         with pytest.raises(MemoryError):
             few._scratch(2, 1000)
-    assert few._scratch(2, 1000)[1].shape[1] >= 1000
+    assert few._scratch(2, 1000).shape[1] >= 1000
 
 
 def test_without_numba_tensor_operations_do_it(
@@ -176,5 +177,5 @@ def test_without_numba_tensor_operations_do_it(
         if not compiled:
             monkeypatch.setitem(sys.modules, "daskinfer.engines.lm.kernels", None)
         engine = load(folder)
-        assert engine.stats().extra["compiled_attention"] is compiled
+        assert engine.stats().extra["compiled_kernels"] is compiled
         assert outputs(drain(engine, [rows])) == expected

@@ -83,7 +83,7 @@ def test_what_fits_alone(tokens: int, fits: bool) -> None:
 Action = tuple[str, int, int]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["grow", "grow", "release", "share", "step"]), st.integers(0, 7), st.integers(1, 20)),

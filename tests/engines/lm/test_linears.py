@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from daskinfer.config import ModelSpec
-from daskinfer.engines.hf import Int8Linear, load_language_model
+from daskinfer.engines.hf import Int8Linear, Rounding, load_language_model
 from daskinfer.engines.lm.linears import PackedLinear, pack_linears
 from daskinfer.engines.lm.settings import Settings
 from daskinfer.errors import ConfigError
@@ -34,7 +34,7 @@ def test_a_packed_model_is_the_model(kind: str, model_folder: Callable[[str], Pa
     loaded = load_language_model(ModelSpec(str(model_folder(kind))))
     with torch.inference_mode():
         before = loaded.model(input_ids=IDS, use_cache=False).logits
-        pack_linears(loaded, Settings())
+        pack_linears(loaded, Settings(), Rounding())
         left = [m for m in loaded.model.modules() if type(m) in (nn.Linear, Conv1D)]
         after = loaded.model(input_ids=IDS, use_cache=False).logits
         again = loaded.model(input_ids=IDS, use_cache=False).logits
@@ -47,7 +47,7 @@ def test_eight_bits_are_near_and_rows_stay_independent(model_folder: Callable[[s
     loaded = load_language_model(ModelSpec(str(model_folder("llama"))))
     with torch.inference_mode():
         before = loaded.model(input_ids=IDS, use_cache=False).logits
-        pack_linears(loaded, Settings(int8=True))
+        pack_linears(loaded, Settings(int8=True), Rounding())
         after = loaded.model(input_ids=IDS, use_cache=False).logits
         shorter = loaded.model(input_ids=IDS[:, :9], use_cache=False).logits
     assert torch.cosine_similarity(before, after, dim=-1).min() > 0.95
@@ -60,6 +60,6 @@ def test_eight_bits_are_near_and_rows_stay_independent(model_folder: Callable[[s
 def test_eight_bits_need_a_cpu_in_float32(model_folder: Callable[[str], Path]) -> None:
     loaded = load_language_model(ModelSpec(str(model_folder("llama")), dtype="bfloat16"))
     with pytest.raises(ConfigError, match="int8=True needs a CPU with oneDNN, and dtype float32"):
-        pack_linears(loaded, Settings(int8=True))
-    pack_linears(loaded, Settings())
+        pack_linears(loaded, Settings(int8=True), Rounding())
+    pack_linears(loaded, Settings(), Rounding())
     assert type(loaded.model.lm_head) is nn.Linear

@@ -43,7 +43,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**31), st.sampled_from([0.3, 3.0, 30.0]))
 def test_all_rows_at_once_are_each_row_alone(params: list[SamplingParams], seed: int, spread: float) -> None:
     logits = torch.randn(len(params), VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread

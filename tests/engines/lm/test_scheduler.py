@@ -213,7 +213,7 @@ def jobs(draw: st.DrawFn) -> list[tuple[int, list[int], int, int]]:
     return rows
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     jobs(),
     st.integers(1, 8),

@@ -25,8 +25,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "no-sharing": {"share_prefixes": False, "max_batch_rows": 5, "max_batch_tokens": 4096},
     "not-guessing": {"prompt_lookup_num_tokens": 0, "max_batch_rows": 2},
     "arrival": {"longest_first": False, "pack_weights": False, "slot_tokens": 16, "max_batch_rows": 8},
-    "not-compiled": {"compiled_attention": False},
-    "not-compiled-pieces": {"compiled_attention": False, "max_batch_rows": 3, "max_batch_tokens": 7, "slot_tokens": 8},
+    "not-compiled": {"compiled_kernels": False},
+    "not-compiled-pieces": {"compiled_kernels": False, "max_batch_rows": 3, "max_batch_tokens": 7, "slot_tokens": 8},
 }
 Folders = Callable[[str], Path]
 PROMPTS = prompts()

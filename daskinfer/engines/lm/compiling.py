@@ -1,0 +1,129 @@
+"""Functions compiled for the processor by Numba: how they are compiled, which threads run them, and what Numba lacks.
+
+Imported only where it is to be used, since Numba is an extra.
+
+Runs on: worker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba as nb
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+__all__ = ["Team", "exp", "pointer", "quick"]
+
+_LEAST, _MOST = np.float32(-126.0), np.float32(127.0)  # 2 to these powers is a normal number
+_LOG2_E = np.float32(1.4426950408889634)
+# 2**x for 0 <= x < 1, fitted for the least relative error, which is that of float32 (8e-8)
+_P1, _P2, _P3 = np.float32(0.69314700), np.float32(0.24022983), np.float32(0.05548334)
+_P4, _P5, _P6 = np.float32(0.00967884), np.float32(0.00124397), np.float32(0.00021702255)
+_FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; not a number has to stay one
+
+
+def quick(*signature: Any, **options: Any) -> Callable[[Any], Any]:
+    """Compile a function; what is compiled is kept on disk where there is a place for it."""
+
+    def compiled(function: Any) -> Any:
+        given = {"fastmath": _FAST, "error_model": "numpy", "nogil": True, **options}
+        try:
+            return nb.njit(*signature, cache=True, **given)(function)
+        except RuntimeError:  # neither beside this file nor in the user's home
+            return nb.njit(*signature, **given)(function)
+
+    return compiled
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """Return a pointer to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@intrinsic
+def _as_float(typing_context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@quick()
+def exp(x: Any) -> Any:
+    """Return e**x, as exact as x · log2(e) is in float32; for x outside -87 to 88, that of the nearest number inside."""
+    power = min(max(x * _LOG2_E, _LEAST), _MOST)  # in this order, which keeps what is not a number
+    whole = np.floor(power)
+    f = power - whole
+    p = _P5 + f * _P6
+    p = _P4 + f * p
+    p = _P3 + f * p
+    p = _P2 + f * p
+    p = _P1 + f * p
+    return (np.float32(1) + f * p) * _as_float((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@cache
+def _started() -> int:
+    """Start Numba's threads; return the process that has them.
+
+    Raises
+    ------
+    RuntimeError
+        Numba's own pool of threads is what there is: it ends the process when two threads compute at once.
+    """
+    quick(nb.void(nb.int64[::1]), parallel=True)(_fill)(np.zeros(2, np.int64))
+    if nb.threading_layer() not in ("omp", "tbb"):
+        raise RuntimeError(
+            f"Numba's threads are those of its layer {nb.threading_layer()!r}; it needs OpenMP (libgomp) or TBB"
+        )
+    return os.getpid()
+
+
+def _fill(out: Any) -> None:
+    for i in nb.prange(len(out)):
+        out[i] = i
+
+
+class Team:
+    """The threads that run compiled functions: as many as torch has.
+
+    Raises
+    ------
+    RuntimeError
+        Numba has no threads that several threads of a process may share, or those of the process this one was forked from.
+
+    Attributes
+    ----------
+    size : int
+    """
+
+    def __init__(self) -> None:
+        threads = torch.get_num_threads()
+        self.size = min(threads, nb.config.NUMBA_NUM_THREADS)
+        try:
+            self._process = _started()
+        finally:
+            torch.set_num_threads(threads)  # OpenMP is torch's, too, and Numba starts it with a thread per core
+        self._local = threading.local()
+        self.gather()
+
+    def gather(self) -> None:
+        """Get ready for compiled functions in the calling thread."""
+        if os.getpid() != self._process:
+            raise RuntimeError("Numba's threads did not come along when this process was forked; load the engine here")
+        if not getattr(self._local, "ready", False):
+            nb.set_num_threads(self.size)  # of the calling thread
+            self._local.ready = True
