@@ -23,6 +23,7 @@ KINDS = {
         "aten::baddbmm",
         "aten::bmm",
         "compiled FewAttention.__call__",
+        "compiled PieceAttention.__call__",
     ),
     "norms, rotary embedding and gates": (
         "compiled CompiledOperations.add_and_norm",
@@ -82,9 +83,11 @@ def compiled() -> list[tuple[type, str]]:
     try:
         from daskinfer.engines.lm.compiled import CompiledOperations
         from daskinfer.engines.lm.kernels import FewAttention
+        from daskinfer.engines.lm.pieces import PieceAttention
     except ImportError:
         return []
-    return [(FewAttention, "__call__"), *((CompiledOperations, name) for name in ("add_and_norm", "turn", "gate"))]
+    attention = [(FewAttention, "__call__"), (PieceAttention, "__call__")]
+    return [*attention, *((CompiledOperations, name) for name in ("add_and_norm", "turn", "gate"))]
 
 
 def budget(engine: LMEngine, rows: Rows, steps: int) -> dict[str, float]:

@@ -2,16 +2,16 @@
 
 A layer first stores the keys and values of all tokens of the step. Then each group of rows attends to its slots, each piece
 of a prompt to its own, and all tokens behind a shared segment attend to that segment in one call; the parts of one token
-are put together by their log-sum-exps, which is exact. Where there is a compiled kernel, it does the first two of these for
-rows that have few tokens in the step.
+are put together by their log-sum-exps, which is exact. Where there are compiled kernels, they do the first two of these.
 
 Runs on: worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -21,10 +21,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.plan import DecodeGroup, Few, Piece, StepPlan
 
-__all__ = ["NAME", "Attention", "Call", "Recorder", "Runner", "install"]
+__all__ = ["NAME", "Attention", "Call", "Kernels", "Recorder", "Runner", "install"]
 
 NAME = "daskinfer_packed"
 _ATTRIBUTE = "daskinfer_runner"
+_Slot: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values, shape (heads, size, width), contiguous
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - returns the log-sum-exps too
 
 
@@ -108,19 +109,42 @@ class FewKernel(Protocol):
         ...
 
 
+class PieceKernel(Protocol):
+    """What runs the attention of pieces of prompts; see :mod:`daskinfer.engines.lm.pieces`."""
+
+    def __call__(
+        self,
+        pieces: Sequence[tuple[Piece, _Slot]],
+        call: Call,
+        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        sums: torch.Tensor | None,
+    ) -> None:
+        """Store keys and values of those pieces, and write their output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Compiled attention."""
+
+    few: FewKernel
+    pieces: PieceKernel
+
+
 class Runner:
     """Runs the attention of the step that :attr:`plan` holds.
 
     Parameters
     ----------
     cache : KVCache
-    few : FewKernel or None
-        Does what a plan has for it.
+    kernels : Kernels or None
+        Do what there is in a plan for them.
     """
 
-    def __init__(self, cache: KVCache, few: FewKernel | None = None) -> None:
+    def __init__(self, cache: KVCache, kernels: Kernels | None = None) -> None:
         self.cache = cache
-        self._few = few
+        self._kernels = kernels
         self.plan: StepPlan | None = None
 
     def attend(self, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -131,14 +155,19 @@ class Runner:
         query = query.transpose(0, 1)
         out = torch.empty((tokens, heads, value.shape[2]), dtype=query.dtype, device=query.device)
         sums = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if plan.shared else None
-        if plan.few is not None and self._few is not None:
-            new = query, key.transpose(0, 1), value.transpose(0, 1)
-            self._few(plan.few, self.cache, call, new, out, sums)
-        self._store(plan, call.layer, key, value)
-        for group in plan.groups:
-            self._decode(group, call, query, out, sums)
-        for piece in plan.pieces:
-            self._read(piece, call, query, out, sums)
+        new = query, key.transpose(0, 1), value.transpose(0, 1)
+        if self._kernels is None:
+            self._store(plan, call.layer, key, value)
+            for group in plan.groups:
+                self._decode(group, call, query, out, sums)
+            for piece in plan.pieces:
+                self._read(piece, call, query, out, sums)
+        else:
+            if plan.few is not None:
+                self._kernels.few(plan.few, self.cache, call, new, out, sums)
+            if plan.pieces:
+                slots = [(piece, self._slot(piece, call.layer)) for piece in plan.pieces]
+                self._kernels.pieces(slots, call, new, out, sums)
         if sums is not None:
             self._look_back(plan, call, query, out, sums)
         return out
@@ -155,7 +184,7 @@ class Runner:
             for slot, new in zip(self._slot(piece, layer), (key, value), strict=True):
                 slot[:, piece.start : piece.stop] = new[:, piece.begin : piece.end]
 
-    def _slot(self, piece: Piece, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slot(self, piece: Piece, layer: int) -> _Slot:
         if isinstance(piece.place, tuple):
             keys, values = self.cache.pools[piece.place[0]][layer]
             return keys[piece.place[1]], values[piece.place[1]]

@@ -14,7 +14,7 @@ import torch
 from daskinfer.engines.base import Budget, translate
 from daskinfer.engines.hf import Answer, LanguageModel, release_device_memory
 from daskinfer.engines.hf.answers import NOT_A_NUMBER
-from daskinfer.engines.lm.attention import FewKernel, Runner, install
+from daskinfer.engines.lm.attention import Kernels, Runner, install
 from daskinfer.engines.lm.decoder import Decoder
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout, slot_sizes
@@ -41,8 +41,8 @@ class Core:
     shapes : dict of int to LayerShape
         What its layers keep of a token.
     settings : Settings
-    few : FewKernel or None
-        Runs the attention of rows with few tokens in a step, if there is such a kernel.
+    kernels : Kernels or None
+        Run the attention, if there are any.
     decoder : Decoder or None
         A quicker way through the model than its own, if there is one.
 
@@ -57,15 +57,15 @@ class Core:
         loaded: LanguageModel,
         shapes: dict[int, LayerShape],
         settings: Settings,
-        few: FewKernel | None = None,
+        kernels: Kernels | None = None,
         decoder: Decoder | None = None,
     ) -> None:
         self.device = loaded.device
         self.slots = settings.rows(loaded.device)
         self._model, self._decoder = loaded.model, decoder
         self._cache = KVCache(shapes, next(loaded.model.parameters()).dtype, loaded.device)
-        self._few = few
-        self._runner = Runner(self._cache, self._few)
+        self._kernels = kernels
+        self._runner = Runner(self._cache, kernels)
         install(loaded.model, self._runner)
         self._keep = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         longest = loaded.limit or _NO_LIMIT
@@ -105,8 +105,8 @@ class Core:
 
     @property
     def compiled_kernels(self) -> bool:
-        """Whether rows with few tokens in a step attend by a compiled kernel."""
-        return self._few is not None
+        """Whether the attention is compiled, and what is between multiplications of an own forward pass."""
+        return self._kernels is not None
 
     def fits(self, tokens: int) -> bool:
         """Whether there is memory for a row of so many tokens."""
@@ -138,7 +138,7 @@ class Core:
             return []
         try:
             self._prepare_memory(chunks)
-            plan = StepPlan.of(chunks, self.layout, self.device, self._few.threads if self._few else 0)
+            plan = StepPlan.of(chunks, self.layout, self.device, self._kernels.few.threads if self._kernels else 0)
             tokens = self._run(plan)
         except Exception as error:
             known = translate(error)

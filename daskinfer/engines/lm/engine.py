@@ -26,7 +26,7 @@ from daskinfer.engines.hf import (
     load_language_model,
     release_device_memory,
 )
-from daskinfer.engines.lm.attention import FewKernel
+from daskinfer.engines.lm.attention import Kernels
 from daskinfer.engines.lm.core import Core
 from daskinfer.engines.lm.decoder import decoder_of
 from daskinfer.engines.lm.linears import pack_linears
@@ -88,12 +88,12 @@ class LMEngine:
             release_device_memory(device)
             self._fall_back(str(reason))
             return
-        kernels = _compiled(loaded, self.settings) or _Kernels()
-        pack_linears(loaded, self.settings, kernels.rounding)
+        do = _compiled(loaded, self.settings) or _Operators()
+        pack_linears(loaded, self.settings, do.rounding)
         self._loaded = loaded
         self._encoder = PromptEncoder(loaded.tokenizer, loaded.limit, loaded.vocab_size)
-        decoder = decoder_of(loaded, asked.calls, kernels.operations)
-        self._core = Core(loaded, asked.shapes, self.settings, kernels.few, decoder)
+        decoder = decoder_of(loaded, asked.calls, do.operations)
+        self._core = Core(loaded, asked.shapes, self.settings, do.attention, decoder)
         self._warm(loaded)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -223,15 +223,15 @@ class LMEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernels:
+class _Operators:
     """What a processor's compiler may do better; by default tensor operations do it."""
 
-    few: FewKernel | None = None
+    attention: Kernels | None = None
     operations: Operations = field(default_factory=Operations)
     rounding: Rounding = field(default_factory=Rounding)
 
 
-def _compiled(loaded: LanguageModel, settings: Settings) -> _Kernels | None:
+def _compiled(loaded: LanguageModel, settings: Settings) -> _Operators | None:
     """Return compiled kernels; None where they are not wanted, not for this model, or Numba cannot be used."""
     if not settings.compiled_kernels or loaded.device.type != "cpu" or loaded.model.dtype != torch.float32:
         return None
@@ -239,9 +239,11 @@ def _compiled(loaded: LanguageModel, settings: Settings) -> _Kernels | None:
         from daskinfer.engines.lm.compiled import CompiledOperations, CompiledRounding
         from daskinfer.engines.lm.compiling import Team
         from daskinfer.engines.lm.kernels import FewAttention
+        from daskinfer.engines.lm.pieces import PieceAttention
 
         team = Team()
-        return _Kernels(FewAttention(team), CompiledOperations(team), CompiledRounding(team))
+        attention = Kernels(FewAttention(team), PieceAttention(team))
+        return _Operators(attention, CompiledOperations(team), CompiledRounding(team))
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and tensor operations are always there
         _logger.debug("tensor operations do what Numba would compile: %s", describe(error))
         return None
