@@ -82,7 +82,7 @@ def compiled() -> list[tuple[type, str]]:
     """Return the methods that are compiled; none where Numba is not installed."""
     try:
         from daskinfer.engines.lm.compiled import CompiledOperations
-        from daskinfer.engines.lm.kernels import FewAttention
+        from daskinfer.engines.lm.few import FewAttention
         from daskinfer.engines.lm.pieces import PieceAttention
     except ImportError:
         return []

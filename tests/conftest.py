@@ -107,10 +107,10 @@ def require_root() -> None:
 def require_kernel() -> None:
     """Numba can compile, and has threads."""
     try:
-        from daskinfer.engines.lm.compiling import Team
-        from daskinfer.engines.lm.kernels import FewAttention
+        from daskinfer.engines.lm.few import FewAttention
+        from daskinfer.engines.lm.kernels import gathered
 
-        FewAttention(Team())
+        FewAttention(gathered())
     except (ImportError, RuntimeError) as error:
         _missing(f"Numba with OpenMP's threads (Debian's libgomp1): {error}")
 

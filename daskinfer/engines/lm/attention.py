@@ -21,10 +21,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.plan import DecodeGroup, Few, Piece, StepPlan
 
-__all__ = ["NAME", "Attention", "Call", "Kernels", "Recorder", "Runner", "install"]
+__all__ = ["NAME", "Attention", "Call", "Kernels", "Recorder", "Runner", "described", "install"]
 
 NAME = "daskinfer_packed"
 _ATTRIBUTE = "daskinfer_runner"
+_New: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _Slot: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # keys and values, shape (heads, size, width), contiguous
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - returns the log-sum-exps too
 
@@ -92,7 +93,7 @@ class Recorder:
 
 
 class FewKernel(Protocol):
-    """What runs the attention of rows that have few tokens in a step; see :mod:`daskinfer.engines.lm.kernels`."""
+    """What runs the attention of rows that have few tokens in a step; see :mod:`daskinfer.engines.lm.few`."""
 
     threads: int
 
@@ -101,7 +102,7 @@ class FewKernel(Protocol):
         few: Few,
         cache: KVCache,
         call: Call,
-        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        new: _New,
         out: torch.Tensor,
         sums: torch.Tensor | None,
     ) -> None:
@@ -116,12 +117,43 @@ class PieceKernel(Protocol):
         self,
         pieces: Sequence[tuple[Piece, _Slot]],
         call: Call,
-        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        new: _New,
         out: torch.Tensor,
         sums: torch.Tensor | None,
     ) -> None:
         """Store keys and values of those pieces, and write their output."""
         ...
+
+
+def described(call: Call, new: _New, out: torch.Tensor, sums: torch.Tensor | None) -> tuple[float, tuple[int, ...]]:
+    """Return a call's scale, and the integers that compiled functions know it by.
+
+    These are address, and numbers from token to token and from head to head, of queries, keys and values; the addresses of
+    ``out`` and ``sums`` (or 0); heads, key heads, their width and that of values; the window (or 0).
+
+    Parameters
+    ----------
+    call : Call
+    new : tuple of torch.Tensor
+        Queries, keys and values of all tokens of the step, shape (tokens, heads, width); the numbers of a head lie one
+        behind the other.
+    out : torch.Tensor
+        The like, contiguous.
+    sums : torch.Tensor or None
+        Shape (tokens, heads), contiguous.
+    """
+    query, key, value = new
+    scale = query.shape[2] ** -0.5 if call.scale is None else call.scale
+    return scale, (
+        *(number for t in new for number in (t.data_ptr(), t.stride(0), t.stride(1))),
+        out.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
+        query.shape[1],
+        key.shape[1],
+        query.shape[2],
+        value.shape[2],
+        call.window or 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +187,6 @@ class Runner:
         query = query.transpose(0, 1)
         out = torch.empty((tokens, heads, value.shape[2]), dtype=query.dtype, device=query.device)
         sums = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if plan.shared else None
-        new = query, key.transpose(0, 1), value.transpose(0, 1)
         if self._kernels is None:
             self._store(plan, call.layer, key, value)
             for group in plan.groups:
@@ -163,6 +194,7 @@ class Runner:
             for piece in plan.pieces:
                 self._read(piece, call, query, out, sums)
         else:
+            new = _lined(query), _lined(key.transpose(0, 1)), _lined(value.transpose(0, 1))
             if plan.few is not None:
                 self._kernels.few(plan.few, self.cache, call, new, out, sums)
             if plan.pieces:
@@ -252,6 +284,11 @@ class Runner:
             kept = out[part.tokens] * (before - both).exp_()[..., None].to(out.dtype)
             out[part.tokens] = kept.add_(o[0].transpose(0, 1) * (seen - both).exp_()[..., None].to(out.dtype))
             sums[part.tokens] = both
+
+
+def _lined(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the numbers of its last dimension one behind the other."""
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def attention_with_sums(

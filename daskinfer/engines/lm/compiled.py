@@ -7,7 +7,6 @@ Runs on: worker.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numba as nb
@@ -16,27 +15,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from daskinfer.engines.hf import Rounding
-from daskinfer.engines.lm.compiling import Team, exp, pointer, quick
+from daskinfer.engines.lm.compiling import CODES, GATE, NORM, NUMBERS_OF_CODES, TURN, Team, exp, matrix, pointer, quick
 from daskinfer.engines.lm.operations import Activation, Norm, Operations
 
-__all__ = ["CompiledOperations", "CompiledRounding"]
+__all__ = ["CompiledOperations", "CompiledRounding", "code_rows", "gate_rows", "norm_rows", "number_rows", "turn_rows"]
 
 _ALONE = 16_384  # numbers; with fewer, waking another thread takes longer than doing it
 _HALF = 128.5  # around 128, and what is cut off behind the point is then rounded
-_NORM, _TURN, _GATE, _CODES, _NUMBERS = range(5)
-_CALL = 8  # numbers that describe a call
-
-
-@quick(inline="always")
-def _matrix(address: int, rows: int, width: int) -> Any:
-    return nb.carray(pointer(address), (rows, width), np.float32)
 
 
 @quick()
-def _norm(first: int, stop: int, call: Any) -> None:
-    width, x, added, weight, eps, out, _, _ = call
-    rows, normed, more = _matrix(x, stop, width), _matrix(out, stop, width), _matrix(added, stop, width)
-    factors, epsilon = _matrix(weight, 1, width)[0], _matrix(eps, 1, 1)[0, 0]
+def norm_rows(part: int, parts: int, numbers: Any) -> None:
+    """Add, and norm: rows, width, and the addresses of x, what is added (or 0), weight, epsilon and answer."""
+    n, width, x, added, weight, eps, out = numbers[:7]
+    first, stop = n * part // parts, n * (part + 1) // parts
+    rows, normed, more = matrix(x, stop, width), matrix(out, stop, width), matrix(added, stop, width)
+    factors, epsilon = matrix(weight, 1, width)[0], matrix(eps, 1, 1)[0, 0]
     for t in range(first, stop):
         if added:
             for d in range(width):
@@ -50,11 +44,13 @@ def _norm(first: int, stop: int, call: Any) -> None:
 
 
 @quick()
-def _turn(first: int, stop: int, call: Any) -> None:
-    turned, heads, width, x, weight, eps, cos, sin = call
+def turn_rows(part: int, parts: int, numbers: Any) -> None:
+    """Norm and turn: tokens, heads to turn, all, their width, and addresses: x, weights, epsilons (or 0), cosines, sines."""
+    n, turned, heads, width, x, weight, eps, cos, sin = numbers[:9]
+    first, stop = n * part // parts, n * (part + 1) // parts
     half = width // 2
-    rows, cosines, sines = _matrix(x, stop * heads, width), _matrix(cos, stop, width), _matrix(sin, stop, width)
-    factors, epsilons = _matrix(weight, turned, width), _matrix(eps, 1, turned)[0]
+    rows, cosines, sines = matrix(x, stop * heads, width), matrix(cos, stop, width), matrix(sin, stop, width)
+    factors, epsilons = matrix(weight, turned, width), matrix(eps, 1, turned)[0]
     for t in range(first, stop):
         cos_low, cos_high = cosines[t, :half], cosines[t, half:]
         sin_low, sin_high = sines[t, :half], sines[t, half:]
@@ -75,9 +71,11 @@ def _turn(first: int, stop: int, call: Any) -> None:
 
 
 @quick()
-def _gate(first: int, stop: int, call: Any) -> None:
-    width, both, out, _, _, _, _, _ = call
-    halves, products = _matrix(both, 2 * stop, width), _matrix(out, stop, width)
+def gate_rows(part: int, parts: int, numbers: Any) -> None:
+    """Multiply SiLU of the first half with the second: rows, their width, and the addresses of both and of the answer."""
+    n, width, both, out = numbers[:4]
+    first, stop = n * part // parts, n * (part + 1) // parts
+    halves, products = matrix(both, 2 * stop, width), matrix(out, stop, width)
     for t in range(first, stop):
         gates, values, row = halves[2 * t], halves[2 * t + 1], products[t]
         for d in range(width):
@@ -85,9 +83,11 @@ def _gate(first: int, stop: int, call: Any) -> None:
 
 
 @quick()
-def _codes(first: int, stop: int, call: Any) -> None:
-    width, x, scales, codes, _, _, _, _ = call
-    rows, scale = _matrix(x, stop, width), _matrix(scales, 1, stop)[0]
+def code_rows(part: int, parts: int, numbers: Any) -> None:
+    """Round to 8 bits: rows, width, and the addresses of x, scales and codes."""
+    n, width, x, scales, codes = numbers[:5]
+    first, stop = n * part // parts, n * (part + 1) // parts
+    rows, scale = matrix(x, stop, width), matrix(scales, 1, stop)[0]
     out = nb.carray(pointer(codes), (stop, width), np.uint8)
     for t in range(first, stop):
         largest, doubt = np.float32(1e-12), np.float32(0)
@@ -100,64 +100,17 @@ def _codes(first: int, stop: int, call: Any) -> None:
 
 
 @quick()
-def _numbers(first: int, stop: int, call: Any) -> None:
-    width, product, scales, bias, _, _, _, _ = call
-    rows, scale, more = _matrix(product, stop, width), _matrix(scales, 1, stop)[0], _matrix(bias, 1, width)[0]
+def number_rows(part: int, parts: int, numbers: Any) -> None:
+    """Scale products of codes: rows, width, and the addresses of products, scales and bias (or 0)."""
+    n, width, product, scales, bias = numbers[:5]
+    first, stop = n * part // parts, n * (part + 1) // parts
+    rows, scale, more = matrix(product, stop, width), matrix(scales, 1, stop)[0], matrix(bias, 1, width)[0]
     for t in range(first, stop):
         for d in range(width):
             rows[t, d] *= scale[t]
         if bias:
             for d in range(width):
                 rows[t, d] += more[d]
-
-
-@quick()
-def _some(what: int, first: int, stop: int, call: Any) -> None:
-    if what == _NORM:
-        _norm(first, stop, call)
-    elif what == _TURN:
-        _turn(first, stop, call)
-    elif what == _GATE:
-        _gate(first, stop, call)
-    elif what == _CODES:
-        _codes(first, stop, call)
-    elif what == _NUMBERS:
-        _numbers(first, stop, call)
-
-
-def _all(what: int, parts: int, n: int, call: Any) -> None:
-    if parts == 1:
-        _some(what, 0, n, call)
-    else:
-        for i in nb.prange(parts):
-            _some(what, n * i // parts, n * (i + 1) // parts, call)
-
-
-@cache
-def _compiled() -> Any:
-    # one function for all, since compiling threads takes long; addresses instead of arrays, since taking an array over
-    # from Python takes as long as norming a row
-    number = nb.int64
-    return quick(nb.void(number, number, number, nb.types.UniTuple(number, _CALL)), parallel=True)(_all)
-
-
-class _Shared:
-    """Lets threads share the rows of a tensor.
-
-    Parameters
-    ----------
-    team : Team
-    """
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._run = _compiled()
-
-    def __call__(self, what: int, x: torch.Tensor, *call: int) -> None:
-        """Do something to all rows of x."""
-        self._team.gather()
-        parts = 1 if x.numel() < _ALONE else self._team.size
-        self._run(what, parts, len(x), call + (0,) * (_CALL - len(call)))
 
 
 class CompiledOperations(Operations):
@@ -169,7 +122,7 @@ class CompiledOperations(Operations):
     """
 
     def __init__(self, team: Team) -> None:
-        self._do = _Shared(team)
+        self._team = team
 
     def add_and_norm(self, x: torch.Tensor, added: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """Add to x, in place, and return its norm."""
@@ -177,7 +130,7 @@ class CompiledOperations(Operations):
         out = torch.empty_like(x)
         more = 0 if added is None else _address(added, n, width)
         weight, eps = _address(norm.weight, width), _address(norm.eps, 1)
-        self._do(_NORM, x, width, _address(x, n, width), more, weight, eps, out.data_ptr())
+        _run(self._team, NORM, x, width, _address(x, n, width), more, weight, eps, out.data_ptr())
         return out
 
     def turn(
@@ -187,7 +140,7 @@ class CompiledOperations(Operations):
         n, count, width = heads.shape
         x, angles = _address(heads, n, count, width), (_address(cos, n, 1, width), _address(sin, n, 1, width))
         own = (0, 0) if norm is None else (_address(norm.weight, turned, width), _address(norm.eps, turned, 1))
-        self._do(_TURN, heads, turned, count, width, x, *own, *angles)
+        _run(self._team, TURN, heads, turned, count, width, x, *own, *angles)
         return heads[:, :turned]
 
     def gate(self, both: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -196,7 +149,7 @@ class CompiledOperations(Operations):
             return super().gate(both, activation)
         n, width = len(both), both.shape[1] // 2
         out = both.new_empty((n, width))
-        self._do(_GATE, both, width, _address(both, n, 2 * width), out.data_ptr())
+        _run(self._team, GATE, both, width, _address(both, n, 2 * width), out.data_ptr())
         return out
 
 
@@ -209,21 +162,26 @@ class CompiledRounding(Rounding):
     """
 
     def __init__(self, team: Team) -> None:
-        self._do = _Shared(team)
+        self._team = team
 
     def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes, and each row's scale."""
         n, width = x.shape
         codes, scale = torch.empty((n, width), dtype=torch.uint8), torch.empty((n, 1))
-        self._do(_CODES, x, width, _address(x, n, width), scale.data_ptr(), codes.data_ptr())
+        _run(self._team, CODES, x, width, _address(x, n, width), scale.data_ptr(), codes.data_ptr())
         return codes, scale
 
     def numbers(self, product: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return product · scale + bias, in the product's place."""
         n, width = product.shape
         more = 0 if bias is None else _address(bias, width)
-        self._do(_NUMBERS, product, width, _address(product, n, width), _address(scale, n, 1), more)
+        _run(self._team, NUMBERS_OF_CODES, product, width, _address(product, n, width), _address(scale, n, 1), more)
         return product
+
+
+def _run(team: Team, what: int, x: torch.Tensor, *numbers: int) -> None:
+    """Do something to all rows of x."""
+    team.run(what, 1 if x.numel() < _ALONE else team.size, 1.0, len(x), *numbers)
 
 
 def _address(x: torch.Tensor, *shape: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numba as nb
@@ -20,7 +19,14 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["Team", "add_product", "exp", "pointer", "quick"]
+__all__ = ["NUMBERS", "Team", "add_product", "exp", "line", "matrix", "pointer", "quick"]
+
+FEW, STORE_PIECES, PIECES, NORM, TURN, GATE, CODES, NUMBERS_OF_CODES = range(8)
+"""What compiled functions do."""
+
+NUMBERS = 22
+"""Integers that describe a call, addresses among them: taking arrays over from Python takes as long as norming a row."""
+
 
 _LEAST, _MOST = np.float32(-126.0), np.float32(127.0)  # 2 to these powers is a normal number
 _LOG2_E = np.float32(1.4426950408889634)
@@ -35,7 +41,7 @@ def quick(*signature: Any, **options: Any) -> Callable[[Any], Any]:
     """Compile a function; what is compiled is kept on disk where there is a place for it."""
 
     def compiled(function: Any) -> Any:
-        given = {"fastmath": _FAST, "error_model": "numpy", "nogil": True, **options}
+        given = {"fastmath": _FAST, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options}
         try:
             return nb.njit(*signature, cache=True, **given)(function)
         except RuntimeError:  # neither beside this file nor in the user's home
@@ -155,30 +161,26 @@ def exp(x: Any) -> Any:
     return (np.float32(1) + f * p) * _as_float((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
-@cache
-def _started() -> int:
-    """Start Numba's threads; return the process that has them.
-
-    Raises
-    ------
-    RuntimeError
-        Numba's own pool of threads is what there is: it ends the process when two threads compute at once.
-    """
-    quick(nb.void(nb.int64[::1]), parallel=True)(_fill)(np.zeros(2, np.int64))
-    if nb.threading_layer() not in ("omp", "tbb"):
-        raise RuntimeError(
-            f"Numba's threads are those of its layer {nb.threading_layer()!r}; it needs OpenMP (libgomp) or TBB"
-        )
-    return os.getpid()
+@quick(inline="always")
+def line(address: int, at: int, width: int) -> Any:
+    """Return the float32 numbers from the one with index ``at`` on."""
+    return nb.carray(pointer(address + 4 * at), (width,), np.float32)
 
 
-def _fill(out: Any) -> None:
-    for i in nb.prange(len(out)):
-        out[i] = i
+@quick(inline="always")
+def matrix(address: int, rows: int, width: int) -> Any:
+    """Return rows of float32 numbers that lie one behind the other."""
+    return nb.carray(pointer(address), (rows, width), np.float32)
 
 
 class Team:
-    """The threads that run compiled functions: as many as torch has.
+    """The threads that run a compiled function: as many as torch has.
+
+    Parameters
+    ----------
+    compiled : callable
+        Returns the function, and the process that has its threads. It takes what to do, how many threads share it, a scale,
+        and ``NUMBERS`` integers.
 
     Raises
     ------
@@ -190,18 +192,22 @@ class Team:
     size : int
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: Callable[[], tuple[Any, int]]) -> None:
         threads = torch.get_num_threads()
         self.size = min(threads, nb.config.NUMBA_NUM_THREADS)
         try:
-            self._process = _started()
+            self._function, self._process = compiled()
         finally:
             torch.set_num_threads(threads)  # OpenMP is torch's, too, and Numba starts it with a thread per core
         self._local = threading.local()
-        self.gather()
+        self._gather()
 
-    def gather(self) -> None:
-        """Get ready for compiled functions in the calling thread."""
+    def run(self, what: int, parts: int, scale: float, *numbers: int) -> None:
+        """Do something with so many threads."""
+        self._gather()
+        self._function(what, parts, scale, numbers + (0,) * (NUMBERS - len(numbers)))
+
+    def _gather(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError("Numba's threads did not come along when this process was forked; load the engine here")
         if not getattr(self._local, "ready", False):

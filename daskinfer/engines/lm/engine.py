@@ -237,11 +237,11 @@ def _compiled(loaded: LanguageModel, settings: Settings) -> _Operators | None:
         return None
     try:
         from daskinfer.engines.lm.compiled import CompiledOperations, CompiledRounding
-        from daskinfer.engines.lm.compiling import Team
-        from daskinfer.engines.lm.kernels import FewAttention
+        from daskinfer.engines.lm.few import FewAttention
+        from daskinfer.engines.lm.kernels import gathered
         from daskinfer.engines.lm.pieces import PieceAttention
 
-        team = Team()
+        team = gathered()
         attention = Kernels(FewAttention(team), PieceAttention(team))
         return _Operators(attention, CompiledOperations(team), CompiledRounding(team))
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and tensor operations are always there

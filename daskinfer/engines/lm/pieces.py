@@ -13,22 +13,20 @@ Runs on: worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numba as nb
 import numpy as np
 import torch
 
-from daskinfer.engines.lm.attention import Call
-from daskinfer.engines.lm.compiling import Team, add_product, exp, pointer, quick
+from daskinfer.engines.lm.attention import Call, described
+from daskinfer.engines.lm.compiling import PIECES, STORE_PIECES, Team, add_product, exp, line, matrix, pointer, quick
 from daskinfer.engines.lm.plan import Piece
 
-__all__ = ["PieceAttention"]
+__all__ = ["PieceAttention", "attend_pieces", "store_pieces"]
 
 _QUERIES, _KEYS = 32, 64  # of a tile
-_NUMBERS = 16  # that describe a call
-_OF_PIECE = 6  # and a piece
+_OF_PIECE = 6  # numbers
 _LINE = 4 * _QUERIES  # bytes
 _BEST, _SUM, _FACTOR = range(
     3
@@ -39,11 +37,6 @@ _HIDDEN = np.float32(-1e30)
 @quick(inline="always")
 def _tile(address: int, rows: int) -> Any:
     return nb.carray(pointer(address), (rows, _QUERIES), np.float32)
-
-
-@quick(inline="always")
-def _line(address: int, at: int, width: int) -> Any:
-    return nb.carray(pointer(address + 4 * at), (width,), np.float32)
 
 
 @quick(inline="always")
@@ -83,12 +76,13 @@ def _soften(scores: Any, n: int, state: Any) -> None:
 @quick()
 def _take(queries: int, unit: int, piece: Any, h: int, scale: Any, call: Any) -> None:
     """Lay 32 queries of a piece and a key head out, one number of each to a line; after the last it comes again."""
-    query, q_token, q_head, _, _, _, _, _, _, _, _, heads, kv_heads, width, _, _ = call
+    query, q_token, q_head = call[:3]
+    heads, kv_heads, width = call[11:14]
     shared, begin, tokens = heads // kv_heads, piece[3], piece[5] - piece[4]
     lines = _tile(queries, width)
     for q in range(_QUERIES):
         at = min(unit * _QUERIES + q, tokens * shared - 1)
-        own = _line(query, (begin + at // shared) * q_token + (h * shared + at % shared) * q_head, width)
+        own = line(query, (begin + at // shared) * q_token + (h * shared + at % shared) * q_head, width)
         for d in range(width):
             lines[d, q] = own[d] * scale
 
@@ -109,9 +103,9 @@ def _look(unit: int, piece: Any, shared: int, window: int, state: Any, seen: Any
 def _add_values(answers: int, weights: int, values: int, n: int, width: int, room: int, spare: int) -> None:
     """Add n values, weighted."""
     if room > width:
-        lines = nb.carray(pointer(spare), (n, room), np.float32)
+        lines = matrix(spare, n, room)
         for j in range(n):
-            value = _line(values, j * width, width)
+            value = line(values, j * width, width)
             for i in range(width):
                 lines[j, i] = value[i]
         values = spare
@@ -121,30 +115,30 @@ def _add_values(answers: int, weights: int, values: int, n: int, width: int, roo
 @quick()
 def _give(unit: int, piece: Any, h: int, call: Any, answers: Any, state: Any) -> None:
     """Write what came out."""
-    _, _, _, _, _, _, _, _, _, out, sums, heads, kv_heads, _, width, _ = call
+    out, sums, heads, kv_heads, _, width = call[9:15]
     _, _, _, begin, start, stop = piece
     shared = heads // kv_heads
     first = unit * _QUERIES
     for at in range(first, min(first + _QUERIES, (stop - start) * shared)):
         q, place = at - first, (begin + at // shared) * heads + h * shared + at % shared
-        row, factor = _line(out, place * width, width), np.float32(1) / state[_SUM, q]
+        row, factor = line(out, place * width, width), np.float32(1) / state[_SUM, q]
         for i in range(width):
             row[i] = answers[q, i] * factor
         if sums:
-            _line(sums, place, 1)[0] = state[_BEST, q] + np.log(state[_SUM, q])
+            line(sums, place, 1)[0] = state[_BEST, q] + np.log(state[_SUM, q])
 
 
 @quick()
 def _attend(unit: int, piece: Any, h: int, scale: Any, call: Any, work: int) -> None:
     """Attend for 32 queries of a piece and a key head."""
-    heads, kv_heads, width, value_width, window = call[11], call[12], call[13], call[14], call[15]
-    keys, values, size = piece[0], piece[1], piece[2]
+    heads, kv_heads, width, value_width, window = call[11:16]
+    keys, values, size = piece[:3]
     room = _padded(value_width)
     scored = work + _LINE * width
     made = scored + _LINE * (_KEYS + 5)
     scores, state = _tile(scored, _KEYS), _tile(scored + _LINE * _KEYS, 3)
     seen = nb.carray(pointer(scored + _LINE * (_KEYS + 3)), (2, _QUERIES), np.int32)
-    answers = nb.carray(pointer(made), (_QUERIES, room), np.float32)
+    answers = matrix(made, _QUERIES, room)
     _take(work, unit, piece, h, scale, call)
     _look(unit, piece, heads // kv_heads, window, state, seen)
     answers[:] = 0
@@ -165,48 +159,53 @@ def _attend(unit: int, piece: Any, h: int, scale: Any, call: Any, work: int) -> 
 
 
 @quick()
-def _store(new: int, token: int, head: int, slot: int, h: int, piece: Any, width: int) -> None:
+def _store(new: int, strides: tuple[int, int], slot: int, h: int, piece: Any, width: int) -> None:
     """Write the piece's keys, or values, of a head into its slot."""
     _, _, size, begin, start, stop = piece
+    token, head = strides
     for t in range(stop - start):
-        fresh = _line(new, (begin + t) * token + h * head, width)
-        kept = _line(slot, (h * size + start + t) * width, width)
+        fresh = line(new, (begin + t) * token + h * head, width)
+        kept = line(slot, (h * size + start + t) * width, width)
         for d in range(width):
             kept[d] = fresh[d]
 
 
+@quick(inline="always")
+def _piece(table: int, p: int) -> Any:
+    of = nb.carray(pointer(table + 8 * _OF_PIECE * p), (_OF_PIECE,), np.int64)
+    return of[0], of[1], of[2], of[3], of[4], of[5]
+
+
 @quick()
-def _part(part: int, parts: int, pieces: Any, scale: Any, call: Any, work: int) -> None:
-    """Attend for every unit whose turn it is, counted over all pieces and key heads."""
-    heads, kv_heads = call[11], call[12]
+def store_pieces(part: int, parts: int, numbers: Any) -> None:
+    """Store keys and values of every piece and key head whose turn it is; ``numbers`` are those of :func:`attend_pieces`."""
+    _, _, _, key, k_token, k_head, value, v_token, v_head = numbers[:9]
+    kv_heads, width, value_width, _, table, count = numbers[12:18]
+    for i in range(part, count * kv_heads, parts):
+        piece, h = _piece(table, i // kv_heads), i % kv_heads
+        _store(key, (k_token, k_head), piece[0], h, piece, width)
+        _store(value, (v_token, v_head), piece[1], h, piece, value_width)
+
+
+@quick()
+def attend_pieces(part: int, parts: int, scale: Any, numbers: Any) -> None:
+    """Attend for every unit whose turn it is, counted over all pieces and key heads.
+
+    ``numbers`` are those of :func:`~daskinfer.engines.lm.attention.described`, the address of a table of pieces (addresses
+    of keys and values, slot size, first token in the step, first and last own token), their number, and the address and size
+    of a part's scratch memory.
+    """
+    heads, kv_heads = numbers[11], numbers[12]
+    table, count, work, room = numbers[16:20]
     unit = 0
-    for p in range(len(pieces)):
-        piece = (pieces[p, 0], pieces[p, 1], pieces[p, 2], pieces[p, 3], pieces[p, 4], pieces[p, 5])
+    for p in range(count):
+        piece = _piece(table, p)
         units = ((piece[5] - piece[4]) * (heads // kv_heads) + _QUERIES - 1) // _QUERIES
         for h in range(kv_heads):
             for u in range(units):
                 if unit % parts == part:
-                    _attend(u, piece, h, scale, call, work)
+                    _attend(u, piece, h, scale, numbers, work + 4 * part * room)
                 unit += 1
-
-
-def _all(parts: int, table: int, n: int, scale: Any, call: Any, work: int, room: int) -> None:
-    _, _, _, key, k_token, k_head, value, v_token, v_head, _, _, _, kv_heads, width, value_width, _ = call
-    pieces = nb.carray(pointer(table), (n, _OF_PIECE), np.int64)
-    for i in nb.prange(n * kv_heads):
-        p, h = i // kv_heads, i % kv_heads
-        piece = (pieces[p, 0], pieces[p, 1], pieces[p, 2], pieces[p, 3], pieces[p, 4], pieces[p, 5])
-        _store(key, k_token, k_head, piece[0], h, piece, width)
-        _store(value, v_token, v_head, piece[1], h, piece, value_width)
-    for part in nb.prange(parts):
-        _part(part, parts, pieces, scale, call, work + 4 * part * room)
-
-
-@cache
-def _compiled() -> Any:
-    number = nb.int64
-    call = nb.types.UniTuple(number, _NUMBERS)
-    return quick(nb.void(number, number, number, nb.float32, call, number, number), parallel=True)(_all)
 
 
 class PieceAttention:
@@ -219,7 +218,6 @@ class PieceAttention:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._kernel = _compiled()
         self._work = np.empty(0, np.float32)
 
     def __call__(
@@ -237,16 +235,10 @@ class PieceAttention:
         pieces : sequence of tuple
             Each piece, and keys and values of where it lies, shape (heads, size, width), contiguous.
         call : Call
-        new : tuple of torch.Tensor
-            Queries, keys and values of all tokens of the step, shape (tokens, heads, width), as ``out``.
-        out : torch.Tensor
-            Contiguous.
-        sums : torch.Tensor or None
-            Takes the log-sum-exps of the scores, shape (tokens, heads).
+        new, out, sums : tuple of torch.Tensor, torch.Tensor, torch.Tensor or None
+            As for :func:`~daskinfer.engines.lm.attention.described`.
         """
-        self._team.gather()
-        query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in new)
-        (heads, width), (kv_heads, value_width) = query.shape[1:], value.shape[1:]
+        width, value_width = new[1].shape[2], new[2].shape[2]
         table = np.array(
             [
                 (keys.data_ptr(), values.data_ptr(), keys.shape[1], piece.begin, piece.start, piece.stop)
@@ -257,15 +249,7 @@ class PieceAttention:
         room = _QUERIES * (width + _KEYS + 5) + (_QUERIES + _KEYS) * (value_width + 15)
         if len(self._work) < self._team.size * room:
             self._work = np.empty(self._team.size * room, np.float32)
-        numbers = (
-            *(number for t in (query, key, value) for number in (t.data_ptr(), t.stride(0), t.stride(1))),
-            out.data_ptr(),
-            0 if sums is None else sums.data_ptr(),
-            heads,
-            kv_heads,
-            width,
-            value_width,
-            call.window or 0,
-        )
-        scale = query.shape[2] ** -0.5 if call.scale is None else call.scale
-        self._kernel(self._team.size, table.ctypes.data, len(table), scale, numbers, self._work.ctypes.data, room)
+        scale, numbers = described(call, new, out, sums)
+        numbers += table.ctypes.data, len(table), self._work.ctypes.data, room
+        self._team.run(STORE_PIECES, self._team.size, scale, *numbers)
+        self._team.run(PIECES, self._team.size, scale, *numbers)

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from daskinfer.engines.hf import Rounding
 from daskinfer.engines.lm.compiled import CompiledOperations, CompiledRounding
-from daskinfer.engines.lm.compiling import Team
+from daskinfer.engines.lm.kernels import gathered
 from daskinfer.engines.lm.operations import Norm, Operations
 
 pytestmark = pytest.mark.usefixtures("require_kernel")
@@ -20,12 +20,12 @@ TOKENS = [1, 7, 200]  # 200 of these widths are shared among threads
 
 @pytest.fixture
 def compiled() -> CompiledOperations:
-    return CompiledOperations(Team())
+    return CompiledOperations(gathered())
 
 
 @pytest.fixture
 def rounding() -> CompiledRounding:
-    return CompiledRounding(Team())
+    return CompiledRounding(gathered())
 
 
 @pytest.fixture(autouse=True)

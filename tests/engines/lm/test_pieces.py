@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from daskinfer.engines.lm.attention import Call, Kernels, Runner
-from daskinfer.engines.lm.compiling import Team, add_product
-from daskinfer.engines.lm.kernels import FewAttention
+from daskinfer.engines.lm.compiling import add_product
+from daskinfer.engines.lm.few import FewAttention
+from daskinfer.engines.lm.kernels import gathered
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout
 from daskinfer.engines.lm.pieces import PieceAttention
@@ -46,7 +47,7 @@ class Step:
         self.held = [t for pools in (self.cache.pools, self.cache.segments) for pool in pools.values() for t in pool[0]]
         for tensor in self.held:
             tensor.normal_(generator=generator)
-        team = Team()
+        team = gathered()
         self.runner = Runner(self.cache, Kernels(FewAttention(team), PieceAttention(team)) if compiled else None)
         self.plan = self.runner.plan = StepPlan.of(chunks, layout, CPU)
         assert len(self.plan.pieces) == len(chunks)

@@ -89,3 +89,15 @@ def test_half_precision(dtype: torch.dtype) -> None:
         SamplingParams(temperature=1.0, top_p=0.5, seed=1),
     ]
     assert choose(logits[:3], answers(params)) == pick(logits[:3], answers(params))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 300, 1024])
+def test_the_best_token_is_the_first_of_the_largest(vocabulary: int) -> None:
+    scores = torch.randint(0, 40, (50, vocabulary), generator=torch.Generator().manual_seed(0)).float()
+    scores[0] = -torch.inf
+    scores[1, vocabulary // 2] = torch.nan
+    best, tokens = sampling._best(scores)
+    assert torch.equal(best.isnan(), torch.arange(50) == 1)
+    for row in [0, *range(2, 50)]:
+        expected = scores[row].tolist().index(max(scores[row].tolist()))
+        assert (float(best[row]), int(tokens[row])) == (float(scores[row, expected]), expected)

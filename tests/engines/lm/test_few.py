@@ -6,14 +6,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from daskinfer.engines.lm.attention import Call
-from daskinfer.engines.lm.compiling import Team
-from daskinfer.engines.lm.kernels import FewAttention
+from daskinfer.engines.lm.few import FewAttention
+from daskinfer.engines.lm.kernels import gathered
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout
 from daskinfer.engines.lm.plan import Few
@@ -43,7 +44,7 @@ class Step:
         chunks = [Chunk(row, *span) for row, span in zip(rows, SPANS, strict=True)]
         few = Few.of(chunks, self.layout, parts)
         assert few is not None
-        self.few, self.rows = few, rows
+        self.few, self.rows, self.attend = few, rows, FewAttention(gathered())
         n = few.tokens + 2  # behind them come tokens of others
         self.query, self.key, self.value = (
             torch.randn(n, count, size, generator=generator)
@@ -53,7 +54,7 @@ class Step:
 
     def run(self, window: int | None = None, scale: float | None = None, *, sums: bool = True) -> None:
         call = Call(3, scale, window, masked=False, wishes=())
-        FewAttention(Team())(
+        self.attend(
             self.few, self.cache, call, (self.query, self.key, self.value), self.out, self.sums if sums else None
         )
 
@@ -139,8 +140,8 @@ def test_parts_are_even_and_end_where_rows_end(spans: list[tuple[int, int]], par
 def test_torch_keeps_its_threads() -> None:
     """In a process of its own, since Numba starts its threads once."""
     script = (
-        "import torch; torch.set_num_threads(1); from daskinfer.engines.lm.compiling import Team; "
-        "team = Team(); assert (torch.get_num_threads(), team.size) == (1, 1)"
+        "import torch; torch.set_num_threads(1); from daskinfer.engines.lm.kernels import gathered; "
+        "team = gathered(); assert (torch.get_num_threads(), team.size) == (1, 1)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -154,17 +155,13 @@ def test_threads_of_a_parent_process_are_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_that_is_not_there_leaves_no_small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = FewAttention(Team())
-    few._scratch(2, 10)
-
-    def none(*args: object) -> None:
-        raise MemoryError
-
+    step = Step(2, 2, 8, 8)
     with monkeypatch.context() as without:
-        without.setattr("daskinfer.engines.lm.kernels.np.empty", none)
+        without.setattr("daskinfer.engines.lm.few.np.empty", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
-            few._scratch(2, 1000)
-    assert few._scratch(2, 1000).shape[1] >= 1000
+            step.run()
+    step.run(scale=0.4)
+    torch.testing.assert_close(step.out[: step.few.tokens], step.expected(None, 0.4)[0], atol=3e-6, rtol=1e-5)
 
 
 def test_without_numba_tensor_operations_do_it(
