@@ -90,7 +90,10 @@ class Rival:
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
 
 
 def against(

@@ -1,4 +1,4 @@
-"""Claim: the compiled attention of engine "lm" makes the ragged workload quicker than tensor operations do, same tokens."""
+"""Claim: what is compiled makes engine "lm" quicker on the ragged workload than tensor operations do, same tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from _lm import loaded, paired, parts, ragged, run
 
 
 def main() -> None:
-    options = arguments("Compiled attention against tensor operations.", rows=64, threads=2).parse_args()
+    options = arguments("Compiled kernels against tensor operations.", rows=64, threads=2).parse_args()
     engine = loaded(options.threads, share_prefixes=False)
     other = loaded(options.threads, share_prefixes=False, compiled_kernels=False)
     assert engine.stats().extra["compiled_kernels"], "Numba is not installed, or has no threads"

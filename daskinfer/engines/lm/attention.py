@@ -141,8 +141,15 @@ def described(call: Call, new: _New, out: torch.Tensor, sums: torch.Tensor | Non
         The like, contiguous.
     sums : torch.Tensor or None
         Shape (tokens, heads), contiguous.
+
+    Raises
+    ------
+    TypeError
+        They are not float32.
     """
     query, key, value = new
+    if any(t.dtype != torch.float32 for t in (*new, out)):
+        raise TypeError(f"compiled attention is for float32, and these are {[str(t.dtype) for t in (*new, out)]}")
     scale = query.shape[2] ** -0.5 if call.scale is None else call.scale
     return scale, (
         *(number for t in new for number in (t.data_ptr(), t.stride(0), t.stride(1))),
@@ -194,6 +201,7 @@ class Runner:
             for piece in plan.pieces:
                 self._read(piece, call, query, out, sums)
         else:
+            assert not plan.groups, "with kernels, a plan is made for them"
             new = _lined(query), _lined(key.transpose(0, 1)), _lined(value.transpose(0, 1))
             if plan.few is not None:
                 self._kernels.few(plan.few, self.cache, call, new, out, sums)

@@ -166,6 +166,7 @@ class CompiledRounding(Rounding):
 
     def codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes, and each row's scale."""
+        x = x.contiguous()
         n, width = x.shape
         codes, scale = torch.empty((n, width), dtype=torch.uint8), torch.empty((n, 1))
         _run(self._team, CODES, x, width, _address(x, n, width), scale.data_ptr(), codes.data_ptr())

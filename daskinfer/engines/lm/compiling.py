@@ -38,16 +38,9 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; not a numbe
 
 
 def quick(*signature: Any, **options: Any) -> Callable[[Any], Any]:
-    """Compile a function; what is compiled is kept on disk where there is a place for it."""
-
-    def compiled(function: Any) -> Any:
-        given = {"fastmath": _FAST, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options}
-        try:
-            return nb.njit(*signature, cache=True, **given)(function)
-        except RuntimeError:  # neither beside this file nor in the user's home
-            return nb.njit(*signature, **given)(function)
-
-    return compiled
+    """Compile a function."""
+    given = {"fastmath": _FAST, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options}
+    return nb.njit(*signature, **given)  # type: ignore[no-any-return]
 
 
 @intrinsic

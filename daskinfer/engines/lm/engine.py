@@ -132,7 +132,7 @@ class LMEngine:
         """Return counters.
 
         ``extra`` holds tokens of prompts and of answers computed, whether the model's layers are run by this engine's own
-        forward pass and few tokens attend by the compiled kernel, tokens guessed and how many of them were right, the
+        forward pass and whether kernels are compiled for it, tokens guessed and how many of them were right, the
         cache's size and use in tokens, prompts and tokens that were served from shared prefixes, rows sent back (for lack
         of memory, or since scores behind a wrong guess were no numbers) and their tokens computed again.
         """

@@ -28,9 +28,8 @@ __all__ = ["PieceAttention", "attend_pieces", "store_pieces"]
 _QUERIES, _KEYS = 32, 64  # of a tile
 _OF_PIECE = 6  # numbers
 _LINE = 4 * _QUERIES  # bytes
-_BEST, _SUM, _FACTOR = range(
-    3
-)  # of a query: its largest score, the sum of its weights, what brings older ones to measure
+# of a query: its largest score, the sum of its weights, and what brings older weights to the measure of newer ones
+_BEST, _SUM, _FACTOR = range(3)
 _HIDDEN = np.float32(-1e30)
 
 
@@ -122,6 +121,8 @@ def _give(unit: int, piece: Any, h: int, call: Any, answers: Any, state: Any) ->
     for at in range(first, min(first + _QUERIES, (stop - start) * shared)):
         q, place = at - first, (begin + at // shared) * heads + h * shared + at % shared
         row, factor = line(out, place * width, width), np.float32(1) / state[_SUM, q]
+        if state[_BEST, q] <= _HIDDEN:  # none of its own scores is a number
+            factor = np.float32(np.nan)
         for i in range(width):
             row[i] = answers[q, i] * factor
         if sums:

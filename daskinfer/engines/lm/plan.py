@@ -80,19 +80,17 @@ class Few:
 
     Attributes
     ----------
-    tokens : int
     sizes : list of int
         Of the pools where the rows are.
     places : numpy.ndarray
         Shape (tokens, 4): for each token its pool (an index of ``sizes``), the size and index of its slot, and its position
         in the slot.
     bounds : numpy.ndarray
-        Where the tokens are cut into parts of about the same work, never within a row; first 0, last ``tokens``.
+        Where the tokens are cut into parts of about the same work, never within a row; first 0, last the number of tokens.
     longest : int
         Most tokens that one of them looks at.
     """
 
-    tokens: int
     sizes: list[int]
     places: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
@@ -117,7 +115,7 @@ class Few:
         cuts = np.searchsorted(middles, done[-1] * np.arange(1, parts) / parts)  # at the nearest border
         bounds = np.unique(np.array([0, *([0, *ends][cut] for cut in cuts), len(places)], dtype=np.int64))
         longest = max(chunk.stop for chunk in chunks)
-        return cls(len(places), list(sizes), np.array(places, dtype=np.int64), bounds, longest)
+        return cls(list(sizes), np.array(places, dtype=np.int64), bounds, longest)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,9 +173,9 @@ class StepPlan:
     ids, positions : torch.Tensor
         Shape (1, tokens).
     few : Few or None
-        What a compiled kernel does.
+        What a compiled kernel takes together.
     groups, pieces, shared : list
-        What the attention layers do besides.
+        What the attention layers do besides; with compiled kernels there are no groups.
     rows : list of Row
         Those that get a token, with a guess of several tokens once more for each of these.
     last : torch.Tensor
@@ -205,7 +203,7 @@ class StepPlan:
         layout : Layout
         device : torch.device
         parts : int
-            What a compiled kernel does is cut into so many parts; 0: there is none.
+            What a compiled kernel takes together is cut into so many parts; 0: there is none.
         """
         rows = [c for c in chunks if isinstance(c.sequence, Row)]
         few = [c for c in rows if c.stop - c.start <= _FEW] if parts else []

@@ -45,8 +45,8 @@ class Settings:
     pack_weights : bool
         On a CPU in float32: lay the weights out once for the batches of decoding.
     compiled_kernels : bool
-        On a CPU in float32, where Numba is installed: what is between the
-        multiplications, and the attention of rows that have few tokens in a step, is compiled.
+        On a CPU in float32, where Numba is installed: attention, what is between the multiplications, and the rounding for
+        ``int8`` are compiled.
     int8 : bool
         On a CPU in float32: weights of the inner layers in 8 bits; faster, and answers change.
     allow_pickle : bool

@@ -137,3 +137,8 @@ def test_rounding_shows_what_is_no_number(rounding: CompiledRounding, bad: float
     x[1, 5] = bad
     for way in (rounding, Rounding()):
         assert way.codes(x)[1].isfinite()[:, 0].tolist() == [True, False, True]
+
+
+def test_rounding_takes_any_layout(rounding: CompiledRounding) -> None:
+    x = torch.randn(8, 6)
+    assert torch.equal(rounding.codes(x.t())[0], rounding.codes(x.t().contiguous())[0])

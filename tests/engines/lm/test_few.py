@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from daskinfer.engines.lm.attention import Call
 from daskinfer.engines.lm.few import FewAttention
-from daskinfer.engines.lm.kernels import gathered
+from daskinfer.engines.lm.kernels import _shared, gathered, version_of
 from daskinfer.engines.lm.kv_cache import KVCache, LayerShape
 from daskinfer.engines.lm.layout import Layout
 from daskinfer.engines.lm.plan import Few
@@ -45,7 +47,7 @@ class Step:
         few = Few.of(chunks, self.layout, parts)
         assert few is not None
         self.few, self.rows, self.attend = few, rows, FewAttention(gathered())
-        n = few.tokens + 2  # behind them come tokens of others
+        n = len(few.places) + 2  # behind them come tokens of others
         self.query, self.key, self.value = (
             torch.randn(n, count, size, generator=generator)
             for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width))
@@ -86,7 +88,7 @@ def test_it_attends_as_torch_does(
     step = Step(heads, kv_heads, width, value_width, parts)
     step.run(window, scale=0.4)
     out, sums = step.expected(window, 0.4)
-    n = step.few.tokens
+    n = len(step.few.places)
     torch.testing.assert_close(step.out[:n], out, atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(step.sums[:n], sums, atol=1e-5, rtol=1e-6)
     assert (step.out[n:] == 7).all(), "tokens of others are not touched"
@@ -96,14 +98,14 @@ def test_it_attends_as_torch_does(
 def test_the_usual_scale_and_no_sums() -> None:
     step = Step(4, 2, 16, 16)
     step.run(sums=False)
-    torch.testing.assert_close(step.out[: step.few.tokens], step.expected(None, 0.25)[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(step.out[: len(step.few.places)], step.expected(None, 0.25)[0], atol=3e-6, rtol=1e-5)
     assert (step.sums == 7).all()
 
 
 def test_large_scores_overflow_nothing() -> None:
     step = Step(4, 2, 16, 16)
     step.run(scale=300.0)
-    torch.testing.assert_close(step.out[: step.few.tokens], step.expected(None, 300.0)[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(step.out[: len(step.few.places)], step.expected(None, 300.0)[0], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -113,7 +115,7 @@ def test_what_is_no_number_stays_in_its_row_and_is_seen_there(which: str, bad: f
     at = 1  # the token of the second row
     getattr(step, which)[at] = bad
     step.run()
-    finite = step.out[: step.few.tokens].isfinite().all(dim=-1)
+    finite = step.out[: len(step.few.places)].isfinite().all(dim=-1)
     assert not finite[at].any()
     assert finite[torch.arange(len(finite)) != at].all()
 
@@ -147,6 +149,28 @@ def test_torch_keeps_its_threads() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_was_compiled_from_other_source_is_not_used(tmp_path: Path) -> None:
+    modules: list[ModuleType] = []
+    for source in ("A = 1", "A = 2"):
+        path = tmp_path / f"module_{len(modules)}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        modules.append(importlib.util.module_from_spec(spec))
+    one, other = modules
+    assert version_of(one) == version_of(one)
+    assert len({version_of(one), version_of(other), version_of(one, other)}) == 3
+    kept = [_shared(version_of(module)).__closure__[0].cell_contents for module in modules]
+    assert kept == [version_of(one), version_of(other)], "Numba tells functions apart by what they hold, too"
+
+
+def test_another_type_is_refused() -> None:
+    step = Step(2, 2, 8, 8)
+    step.query = step.query.double()
+    with pytest.raises(TypeError, match=r"for float32.*torch\.float64"):
+        step.run()
+
+
 def test_threads_of_a_parent_process_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(2, 2, 8, 8)
     monkeypatch.setattr("daskinfer.engines.lm.compiling.os.getpid", lambda: -1)
@@ -161,7 +185,7 @@ def test_memory_that_is_not_there_leaves_no_small_scratch(monkeypatch: pytest.Mo
         with pytest.raises(MemoryError):
             step.run()
     step.run(scale=0.4)
-    torch.testing.assert_close(step.out[: step.few.tokens], step.expected(None, 0.4)[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(step.out[: len(step.few.places)], step.expected(None, 0.4)[0], atol=3e-6, rtol=1e-5)
 
 
 def test_without_numba_tensor_operations_do_it(

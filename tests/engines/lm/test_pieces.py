@@ -91,6 +91,14 @@ def test_what_is_no_number_stays_in_its_row_and_is_seen_there(which: int, bad: f
     assert out[outside].all()
 
 
+def test_scores_that_overflow_downwards_are_seen() -> None:
+    step = Step(SHAPES[1], compiled=True)
+    piece = step.plan.pieces[2]
+    step.new[0][:, piece.begin] = 3e38
+    step.new[1][:, piece.begin] = -3e38
+    assert step.run()[piece.begin].isnan().all()
+
+
 def test_queries_of_any_layout_are_taken() -> None:
     plain, compiled = (Step(SHAPES[0], compiled=compiled) for compiled in (False, True))
     expected = plain.run()
